@@ -1,0 +1,106 @@
+"""The five mesh axes, their sizes, and the two views of the same ranks. No jax."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from olmo_jax.config.messages import divisors, listing
+from olmo_jax.config.records import MeshConfig
+from olmo_jax.config.rules import BATCH_AXES, one_open_axis
+from olmo_jax.errors import UserError
+
+AXES = ("pipeline", "data", "fsdp", "expert", "sequence")
+"""Every mesh has all of them, slowest first: rank order is row-major over their sizes."""
+
+DENSE_DATA_AXES = BATCH_AXES
+"""The axes that divide the rows of the batch, for all but the routed experts."""
+
+EMULATED_DEVICES = 8
+"""How many devices an emulated mesh has in all when one axis is left open."""
+
+
+def num_devices_wanted(mesh: MeshConfig) -> int:
+    """Return how many devices to emulate for `mesh`: an axis of -1 makes 8 in all."""
+    sizes = [size for _, size in mesh]
+    return EMULATED_DEVICES if -1 in sizes else math.prod(sizes)
+
+
+def _sizes_text(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
+
+
+def _open_size(axis: str, fixed: Mapping[str, int], num_devices: int) -> int:
+    taken = math.prod(fixed.values())
+    if num_devices % taken:
+        raise UserError(
+            f"mesh.{axis}=-1 cannot be inferred: {_sizes_text(fixed)} = {taken} does not divide "
+            f"the {num_devices} devices; use other sizes whose product is "
+            f"{listing(divisors(num_devices))}"
+        )
+    return num_devices // taken
+
+
+def resolve(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Return the size of every axis, an open one inferred from the number of devices.
+
+    Raises: UserError if the sizes do not divide the devices, or need more of them.
+    """
+    for message in one_open_axis(mesh):
+        raise UserError(message)
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    fixed = {axis: size for axis, size in sizes.items() if size != -1}
+    for axis in sizes.keys() - fixed.keys():
+        sizes[axis] = _open_size(axis, fixed, num_devices)
+    if (wanted := math.prod(sizes.values())) > num_devices:
+        raise UserError(
+            f"{_sizes_text(sizes)} = {wanted} devices, but there are {num_devices}; use sizes "
+            f"whose product is {num_devices}, or -1 for one axis"
+        )
+    return sizes
+
+
+def groups(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
+    """Return the groups of ranks that differ along `axes` only, each in rank order."""
+    ranks = np.arange(math.prod(sizes[axis] for axis in AXES))
+    grid = ranks.reshape([sizes[axis] for axis in AXES])
+    inside = [i for i, axis in enumerate(AXES) if axis in axes]
+    outside = [i for i, axis in enumerate(AXES) if axis not in axes]
+    width = math.prod(sizes[AXES[i]] for i in inside)
+    return grid.transpose(outside + inside).reshape(-1, width).tolist()
+
+
+def expert_model_axes(*, fold_sequence: bool = False) -> tuple[str, ...]:
+    """Return the axes of the expert view that split experts (EP-MP)."""
+    return ("expert", "sequence") if fold_sequence else ("expert",)
+
+
+def expert_data_axes(*, fold_sequence: bool = False) -> tuple[str, ...]:
+    """Return the axes of the expert view that repeat experts (EP-DP): experts see positions alike.
+
+    Source: olmo_core 3.0.0, distributed/parallel (the MoE mesh of a DDP train module).
+    """
+    split = expert_model_axes(fold_sequence=fold_sequence)
+    return tuple(axis for axis in (*DENSE_DATA_AXES, "sequence") if axis not in split)
+
+
+def expert_model_groups(
+    sizes: Mapping[str, int], *, fold_sequence: bool = False
+) -> list[list[int]]:
+    """Return the groups of ranks that hold one copy of the experts between them."""
+    return groups(sizes, expert_model_axes(fold_sequence=fold_sequence))
+
+
+def expert_data_groups(sizes: Mapping[str, int], *, fold_sequence: bool = False) -> list[list[int]]:
+    """Return the groups of ranks that hold the same experts."""
+    return groups(sizes, expert_data_axes(fold_sequence=fold_sequence))
+
+
+def dense_data_groups(sizes: Mapping[str, int]) -> list[list[int]]:
+    """Return the groups of ranks with the same positions of different rows (dense DP)."""
+    return groups(sizes, DENSE_DATA_AXES)
+
+
+def dense_gradient_groups(sizes: Mapping[str, int]) -> list[list[int]]:
+    """Return the groups of ranks that a dense gradient is summed over: rows and positions."""
+    return groups(sizes, (*DENSE_DATA_AXES, "sequence"))

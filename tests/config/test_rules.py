@@ -1,0 +1,207 @@
+"""Every rule between keys fires, names key and value, and says what would be legal."""
+
+import pytest
+
+from olmo_jax.config import load, validate, with_mesh
+from olmo_jax.config.load import typed
+from olmo_jax.config.records import Config, DataConfig, MeshConfig, SourceConfig, TrainConfig
+from olmo_jax.config.rules import RULES, violations
+from olmo_jax.errors import UserError
+
+SOURCES = "data.sources=[{path: tokens}]"
+
+# Overrides of a legal config, and what the message must hold: key and value, numbers, a way out.
+WRONG = [
+    ("mesh.data=0", "mesh.data=0 is not a number of devices", "1 or more, or -1"),
+    ("mesh.expert=-2", "mesh.expert=-2", "1 or more, or -1"),
+    ("mesh.data=-1 mesh.fsdp=-1", "mesh.data=-1 and mesh.fsdp=-1", "at most 1", "(1 if unused)"),
+    ("mesh.pipeline=2", "mesh.pipeline=2", "pipeline parallelism", "use mesh.pipeline=1"),
+    ("mesh.pipeline=-1", "mesh.pipeline=-1", "use mesh.pipeline=1"),
+    ("mesh.sequence=2", "mesh.sequence=2", "context parallelism", "use mesh.sequence=1"),
+    ("parallel.method=fsdp", "parallel.method=fsdp", "use parallel.method=ddp"),
+    (
+        "mesh.expert=6 model.num_experts=64",
+        "mesh.expert=6 does not divide model.num_experts=64; use 1, 2, 4, 8, 16, 32 or 64",
+    ),
+    (
+        "mesh.data=2 mesh.expert=4 train.microbatch=2 train.global_batch=24",
+        "train.global_batch=24 is not a multiple of 16",
+        "mesh.data=2 x mesh.fsdp=1 x mesh.expert=4 x train.microbatch=2",
+        "train.global_batch=16 or 32",
+        "train.microbatch=1 or 3",
+    ),
+    ("mesh.data=16", "train.global_batch=8 is not a multiple of 16", "use train.global_batch=16"),
+    ("mesh.data=-1 mesh.expert=2 train.global_batch=7", "train.global_batch=7", "6 or 8"),
+    (
+        "train.global_batch=65536 train.sequence_length=32768",
+        "train.global_batch=65536 x train.sequence_length=32768 x model.top_k=2",
+        "2147483647",
+        "train.global_batch=32767 or less",
+    ),
+    ("model.num_dense_layers=5", "model.num_dense_layers=5 is above model.num_layers=4", "0 to 4"),
+    ("model.dense_hidden=0", "model.dense_hidden=0", "1 of the layers", "model.num_dense_layers=0"),
+    ("model.num_experts=0", "model.num_experts=0", "3 of the layers", "model.num_dense_layers=4"),
+    ("model.top_k=0", "model.top_k=0", "use 1 or more", "model.num_dense_layers=4"),
+    ("model.expert_hidden=0", "model.expert_hidden=0", "use 1 or more"),
+    ("model.top_k=9", "model.top_k=9 is above model.num_experts=8", "use 1 to 8"),
+    (
+        "model.num_kv_heads=3 model.num_heads=8",
+        "model.num_kv_heads=3 does not divide model.num_heads=8; use 1, 2, 4 or 8",
+    ),
+    ("model.head_dim=33", "model.head_dim=33 rotates 33 dims", "model.head_dim=32 or 34"),
+    ("model.head_dim=1", "model.head_dim=1 rotates 1", "model.head_dim=2"),
+    (
+        "model.rope.partial=0.1",
+        "model.rope.partial=0.1 of model.head_dim=32 rotates 3 dims",
+        "model.rope.partial=0.0625 or 0.125",
+    ),
+    ("model.rope.partial=0.01", "rotates 0 dims", "model.rope.partial=0.0625"),
+    (
+        "model.rope.scaling=yarn model.rope.factor=0.5",
+        "model.rope.factor=0.5",
+        "model.rope.scaling=yarn",
+        "use 1 or more",
+    ),
+    (
+        "model.rope.scaling=stepwise model.rope.low_frequency_factor=4",
+        "model.rope.low_frequency_factor=4.0 is not below model.rope.high_frequency_factor=4.0",
+        "1 and 4",
+    ),
+    (
+        "model.rope.scaling=yarn model.rope.beta_slow=40",
+        "model.rope.beta_slow=40.0 is not below model.rope.beta_fast=32.0",
+        "1 and 32",
+    ),
+    ("model.windows.pattern=[4,0,-1,-3]", "[4, 0, -1, -3] has 0 and -3", "1 or more", "-1 for all"),
+    ("model.router.num_groups=4", "model.router.num_groups=4", "write model.router.top_groups"),
+    ("model.router.top_groups=4", "model.router.top_groups=4", "write model.router.num_groups"),
+    (
+        "model.router.num_groups=4 model.router.top_groups=2 model.router.gating=topk_softmax",
+        "model.router.num_groups=4",
+        "model.router.gating=topk_softmax",
+        "softmax or sigmoid",
+    ),
+    (
+        "model.router.num_groups=3 model.router.top_groups=2",
+        "model.router.num_groups=3 does not divide model.num_experts=8; use 1, 2, 4 or 8",
+    ),
+    (
+        "model.router.num_groups=2 model.router.top_groups=3",
+        "model.router.top_groups=3 is above model.router.num_groups=2",
+        "use 1 to 2",
+    ),
+    (
+        "model.router.num_groups=4 model.router.top_groups=1 model.top_k=3",
+        "model.top_k=3 is above the 2 experts",
+        "model.top_k=2 or less",
+        "model.router.top_groups=2 or more",
+    ),
+    (
+        "optim.schedule.warmup=5 optim.schedule.warmup_fraction=0.1",
+        "optim.schedule.warmup=5 and optim.schedule.warmup_fraction=0.1",
+        "set one of them to null",
+    ),
+    (
+        "optim.schedule.kind=wsd optim.schedule.decay=5 optim.schedule.decay_fraction=0.1",
+        "optim.schedule.decay=5 and optim.schedule.decay_fraction=0.1",
+        "set one of them to null",
+    ),
+    (
+        "optim.schedule.kind=composable",
+        "optim.schedule.kind=composable",
+        "optim.schedule.stages=[{duration: 100, end: 1.0}]",
+    ),
+    (
+        "optim.schedule.kind=inverse_sqrt",
+        "optim.schedule.kind=inverse_sqrt",
+        "its warm-up is 0",
+        "optim.schedule.warmup=1 or more",
+    ),
+    (
+        "optim.schedule.warmup=100",
+        "optim.schedule.warmup=100 and a decay of 1",
+        "train.steps=100",
+        "99 or less",
+    ),
+    (
+        "optim.schedule.kind=wsd optim.schedule.warmup_fraction=0.6 "
+        "optim.schedule.decay_fraction=0.5",
+        "optim.schedule.warmup_fraction=0.6 (= 60) and a decay of 50",
+        "use a warm-up of 50 or less",
+    ),
+    (
+        "optim.schedule.unit=tokens optim.schedule.warmup=300000",
+        "optim.schedule.warmup=300000",
+        "the 204800 tokens of train.steps=100",
+    ),
+    (
+        "optim.schedule.kind=wsd optim.schedule.horizon=50 optim.schedule.warmup=46",
+        "optim.schedule.warmup=46 and a decay of 5",
+        "optim.schedule.horizon=50",
+        "45 or less",
+    ),
+    ("train.eval_every=5", "train.eval_every=5", "data.eval_fraction=0.01", "train.eval_every=0"),
+    ("data.sources=[]", "data.sources=[]", "write data.sources=[{path: DIR}]"),
+]
+
+
+def overrides_of(line: str) -> list[str]:
+    return [SOURCES, *line.split()]
+
+
+@pytest.mark.parametrize(("line", "fragments"), [(line, rest) for line, *rest in WRONG])
+def test_wrong_config_is_told_its_one_fault(line, fragments):
+    with pytest.raises(UserError) as raised:
+        load(None, overrides_of(line))
+    text = str(raised.value)
+    assert "\n" not in text
+    assert all(fragment in text for fragment in fragments), text
+
+
+def test_every_rule_has_a_wrong_config():
+    configs = [typed(None, overrides_of(line)) for line, *_ in WRONG]
+    assert all(any(list(rule(config)) for config in configs) for rule in RULES)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "seed=1",
+        "mesh.data=-1 mesh.expert=4",
+        "mesh.data=2 mesh.fsdp=2 mesh.expert=2",
+        "model.num_dense_layers=4 model.num_experts=0 model.top_k=0 model.expert_hidden=0",
+        "model.num_dense_layers=4 model.num_experts=0 mesh.expert=4",
+        "model.num_dense_layers=0 model.dense_hidden=0",
+        "model.router.gating=topk_softmax model.router.assignment=random",
+        "model.router.gating=topk_softmax model.router.bias_gamma=0.001",
+        "model.router.num_groups=4 model.router.top_groups=2 model.router.gating=sigmoid",
+        "optim.schedule.kind=constant optim.schedule.warmup=1000",
+        "optim.schedule.kind=wsd optim.schedule.warmup=90 optim.schedule.decay=10",
+        "optim.schedule.kind=inverse_sqrt optim.schedule.warmup=5",
+    ],
+)
+def test_legal_config_passes(line):
+    load(None, overrides_of(line))
+
+
+def test_all_violations_are_listed():
+    config = Config(mesh=MeshConfig(expert=3), train=TrainConfig(eval_every=1))
+    assert len(violations(config)) == 3
+    with pytest.raises(UserError) as raised:
+        validate(config)
+    text = str(raised.value)
+    assert text.startswith("3 faults in the config:\n  - ")
+    assert all(key in text for key in ("mesh.expert=3", "train.eval_every=1", "data.sources=[]"))
+
+
+def test_mesh_is_checked_again_when_its_open_axis_is_known():
+    config = load(None, [SOURCES, "mesh.data=-1", "train.global_batch=8"])
+    sizes = {"pipeline": 1, "data": 4, "fsdp": 1, "expert": 1, "sequence": 1}
+    assert with_mesh(config, sizes).mesh == MeshConfig(data=4)
+    with pytest.raises(UserError, match=r"train\.global_batch=8 is not a multiple of 16"):
+        with_mesh(config, sizes | {"data": 16})
+
+
+def test_validate_returns_the_config():
+    config = Config(data=DataConfig(sources=(SourceConfig(path="tokens"),)))
+    assert validate(config) is config
