@@ -1,0 +1,143 @@
+"""Floating-point operations of a training step, from the config alone.
+
+The convention: a product of [m, k] and [k, n] is `2 m k n`, its backward pass twice that; nothing
+but matrix products counts (no norm, softmax, rotation or bias). *Useful* FLOPs are those that a
+model needs and no more: attention over the pairs that causality and the window allow in an unbroken
+sequence (packing does not make it cheaper), `top_k` experts a token, no lookup in the embedding,
+nothing for recomputation, padding, dropped or masked tokens.
+
+Source: olmo_core 3.0.0, OLMoDDPModel.num_flops_per_token.
+Differs: there the gains and biases of attention and the final norm count as 6 each.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from olmo_jax.config.records import ModelConfig
+from olmo_jax.plan.layers import is_routed, window_of
+
+
+@dataclass(frozen=True)
+class Flops:
+    forward: int = 0
+    backward: int = 0
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+def matmul(m: int, k: int, n: int) -> Flops:
+    """Return the FLOPs of [m, k] times [k, n], and of the gradients of both factors."""
+    return Flops(2 * m * k * n, 4 * m * k * n)
+
+
+def attended_pairs(length: int, window: int | None) -> int:
+    """Return a sequence's (query, key) pairs: causal, the last `window` keys if given."""
+    width = length if window is None else min(window, length)
+    return width * (width + 1) // 2 + (length - width) * width
+
+
+def attention_projections(model: ModelConfig, tokens: int) -> Flops:
+    """Return the FLOPs of one layer's query, key, value, gate and output products."""
+    gate = {"none": 0, "headwise": 1, "elementwise": model.head_dim}[model.attention_gate]
+    heads = 2 * model.num_heads + 2 * model.num_kv_heads
+    width = heads * model.head_dim + model.num_heads * gate
+    return matmul(tokens, model.d_model, width)
+
+
+def attention_scores(model: ModelConfig, pairs: int) -> Flops:
+    """Return the FLOPs of one layer's scores and of their products with the values."""
+    one = matmul(pairs, model.head_dim, model.num_heads)
+    return one + one
+
+
+def router(model: ModelConfig, tokens: int) -> Flops:
+    """Return the FLOPs of one layer's router logits."""
+    return matmul(tokens, model.d_model, model.num_experts)
+
+
+def mlp(model: ModelConfig, hidden: int, rows: int) -> Flops:
+    """Return the FLOPs of `rows` rows through one gated MLP: up, gate and down."""
+    return matmul(rows, model.d_model, 3 * hidden)
+
+
+def head(model: ModelConfig, tokens: int) -> Flops:
+    """Return the FLOPs of the logits."""
+    return matmul(tokens, model.d_model, model.vocab_size)
+
+
+def _layer(
+    model: ModelConfig, layer: int, tokens: int, pairs: Callable[[int | None], int], rows: int
+) -> dict[str, Flops]:
+    attention = {
+        "attention_projections": attention_projections(model, tokens),
+        "attention_scores": attention_scores(model, pairs(window_of(model, layer))),
+    }
+    if not is_routed(model, layer):
+        return attention | {"dense_mlp": mlp(model, model.dense_hidden, tokens)}
+    return attention | {
+        "router": router(model, tokens),
+        "routed_experts": mlp(model, model.expert_hidden, rows),
+        "shared_expert": mlp(model, model.shared_hidden, tokens),
+    }
+
+
+def components(
+    model: ModelConfig, *, tokens: int, pairs: Callable[[int | None], int], rows: int
+) -> dict[str, Flops]:
+    """Return the FLOPs of each kind of product, summed over the layers.
+
+    `pairs(window)` are the (query, key) pairs that a layer with this window computes for all its
+    `tokens`, `rows` the rows that pass a layer's routed experts: with the useful numbers this is
+    useful work, with those of a program (all pairs of its blocks, whole tiles) what that executes.
+    """
+    layers = [_layer(model, i, tokens, pairs, rows) for i in range(model.num_layers)]
+    kinds = dict.fromkeys(kind for layer in layers for kind in layer)
+    sums = {kind: sum((layer.get(kind, Flops()) for layer in layers), Flops()) for kind in kinds}
+    return sums | {"head": head(model, tokens)}
+
+
+def useful(model: ModelConfig, sequence_length: int) -> dict[str, Flops]:
+    """Return the useful FLOPs of one sequence, by kind of product."""
+    return components(
+        model,
+        tokens=sequence_length,
+        pairs=partial(attended_pairs, sequence_length),
+        rows=sequence_length * model.top_k,
+    )
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """Return the useful FLOPs, forward and backward, of training on one token."""
+    return sum(part.total for part in useful(model, sequence_length).values()) / sequence_length
+
+
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100": 989.5e12,
+    "H100 PCIe": 756.5e12,
+    "H100 NVL": 835.5e12,
+    "GH200": 989.5e12,
+    "H200": 989.5e12,
+    "H200 NVL": 835.5e12,
+    "B200": 2.25e15,
+    "B300": 2.25e15,
+}
+"""Dense bf16 FLOP/s by the words of the device's name; the entry with most words decides."""
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Return a device's peak of dense bf16 FLOP/s; None if its name is not known.
+
+    Source: NVIDIA's data sheets.
+    Differs: olmo_core 3.0.0 takes every unknown device, an H200 among them, for an A100.
+    """
+    words = set(re.split(r"[\s\-_/]+", device_kind))
+    known = [name for name in PEAK_FLOPS if set(name.split()) <= words]
+    return PEAK_FLOPS[max(known, key=lambda name: len(name.split()))] if known else None

@@ -1,0 +1,68 @@
+"""Which layers are scanned together: from the config alone."""
+
+from dataclasses import dataclass
+
+from olmo_jax.config.records import ModelConfig
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Layer numbers in order: `leading` and `trailing` stand outside the scan over `body`.
+
+    `body` is homogeneous (all routed, or all dense in a model without routed layers) and its
+    windows repeat every `period` layers, which is the unit of the scan.
+    """
+
+    leading: tuple[int, ...]
+    body: tuple[int, ...]
+    period: int
+    trailing: tuple[int, ...]
+
+
+def window_of(model: ModelConfig, layer: int) -> int | None:
+    """Return the window of `layer` in positions, itself included; None sees everything before it.
+
+    Source: olmo_core 3.0.0, nn/attention, SlidingWindowAttentionConfig.
+    """
+    windows = model.windows
+    if not windows.pattern:
+        return None
+    if windows.force_full_first and layer == 0:
+        return None
+    if windows.force_full_last and layer == model.num_layers - 1:
+        return None
+    window = windows.pattern[(layer - windows.force_full_first) % len(windows.pattern)]
+    return None if window == -1 else window
+
+
+def is_routed(model: ModelConfig, layer: int) -> bool:
+    """Say whether `layer` has routed experts: all but the leading dense ones."""
+    return layer >= model.num_dense_layers
+
+
+def _fits(model: ModelConfig, start: int, stop: int, period: int) -> bool:
+    windows = [window_of(model, layer) for layer in range(start, stop)]
+    return all(window == windows[i % period] for i, window in enumerate(windows))
+
+
+def layer_plan(model: ModelConfig) -> LayerPlan:
+    """Split the layers into leading, body and trailing; the body is as long as it can be."""
+    routed = model.num_routed_layers > 0
+    first = model.num_dense_layers if routed else 0
+    period = max(len(model.windows.pattern), 1)
+    for length in range(model.num_layers - first, 0, -1):
+        if length % period:
+            continue
+        for start in range(first, model.num_layers - length + 1):
+            if _fits(model, start, start + length, period):
+                return _plan(model, start, start + length, period)
+    return _plan(model, first, model.num_layers, model.num_layers - first)
+
+
+def _plan(model: ModelConfig, start: int, stop: int, period: int) -> LayerPlan:
+    return LayerPlan(
+        leading=tuple(range(start)),
+        body=tuple(range(start, stop)),
+        period=period,
+        trailing=tuple(range(stop, model.num_layers)),
+    )

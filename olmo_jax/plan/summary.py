@@ -1,0 +1,63 @@
+"""What a config asks for, in a few lines. No jax."""
+
+import math
+from collections.abc import Iterator
+
+from olmo_jax.config import Config, with_mesh, without_effect
+from olmo_jax.mesh.axes import DENSE_DATA_AXES, num_devices_wanted, resolve
+from olmo_jax.plan.flops import flops_per_token
+from olmo_jax.plan.parameters import active_parameters, total_parameters
+
+
+def amount(number: int | float) -> str:
+    """Return "1.25 M": three digits and a power of a thousand."""
+    for size, name in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{name}"
+    return f"{number:g}"
+
+
+def summary(config: Config) -> str:
+    """Return parameters, mesh, batch and warnings of a valid config; an open axis is for 8 devices.
+
+    Raises: UserError if the mesh does not fit its devices.
+    """
+    sizes = resolve(config.mesh, num_devices_wanted(config.mesh))
+    lines = ["valid", *facts(with_mesh(config, sizes), sizes)]
+    if -1 in dict(config.mesh).values():
+        lines.append(f"  note        an axis of -1 was taken as for {math.prod(sizes.values())}")
+    lines += [f"  warning     {text}" for text in without_effect(config)]
+    return "\n".join(lines)
+
+
+def facts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    model, train = config.model, config.train
+    total, active = total_parameters(model), active_parameters(model)
+    yield f"  parameters  {amount(total)}, of which a token meets {amount(active)}"
+    yield f"  layers      {model.num_layers}: {layers(config)}"
+    used = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+    yield f"  mesh        {math.prod(sizes.values())} devices{used and ': '}{used}"
+    ranks = math.prod(sizes[axis] for axis in DENSE_DATA_AXES)
+    microbatches = train.global_batch // (ranks * train.microbatch)
+    tokens = train.global_batch * train.sequence_length
+    yield f"  batch       {train.global_batch} x {train.sequence_length} = {tokens:,} tokens a step"
+    yield (
+        f"  microbatch  {microbatches} a step, each of {train.microbatch} sequence(s) on each of "
+        f"{ranks} data ranks"
+    )
+    flops = flops_per_token(model, train.sequence_length) * tokens
+    yield (
+        f"  run         {train.steps} steps = {amount(train.steps * tokens)} tokens, "
+        f"{amount(flops)}FLOP a step"
+    )
+
+
+def layers(config: Config) -> str:
+    model = config.model
+    if model.num_routed_layers == 0:
+        return "all dense"
+    shared = ", a shared expert" if model.shared_hidden else ""
+    return (
+        f"{model.num_dense_layers} dense, {model.num_routed_layers} routed "
+        f"({model.num_experts} experts, {model.top_k} a token{shared})"
+    )
