@@ -1,0 +1,26 @@
+"""The record that data, model and step share."""
+
+from typing import Any, NamedTuple
+
+
+IGNORED = -100
+"""The label of a position that no loss counts."""
+
+Values = Any
+"""An array of JAX or NumPy, or what describes one: a shape, a sharding, a spec."""
+
+
+class Batch(NamedTuple):
+    """Rows of tokens, cut and labelled; `labels` are already shifted.
+
+    Shapes: `sequence` is [B], the others [B, L]; a whole step's batch has a leading dim of microbatches.
+    `real` marks what is not padding; a position counts in the loss if it is real and its label is not -100.
+    `positions` restart at each document; `sequence` is the row's number in the global batch.
+    """
+
+    tokens: Values
+    labels: Values
+    segment_ids: Values
+    positions: Values
+    real: Values
+    sequence: Values

@@ -1,0 +1,146 @@
+"""Text documents out of plain, jsonl and gzip files, with the flaws named by file and line."""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from io import BufferedIOBase
+from pathlib import Path
+from typing import NamedTuple
+
+from olmo_jax.errors import UserError
+
+BROKEN_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
+SNIFFED_BYTES = 4096
+
+
+class Flaw(NamedTuple):
+    """An input that cannot be a document: where it stands and what is wrong with it."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+def find_inputs(
+    inputs: Sequence[Path], *, suffixes: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> list[Path]:
+    """List the files to read: named files as they are, folders walked in sorted order.
+
+    In a folder, hidden names and folders called as in `exclude` are left out; with `suffixes` only
+    names that end in one of them (or in one and .gz) are taken, else all that look like text.
+    Raises: UserError if an input does not exist or nothing is found.
+    """
+    found: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            found += search(path, suffixes, exclude)
+        elif path.exists():
+            found.append(path)
+        else:
+            raise UserError(f"--input {path}: there is no such file or folder; check the path")
+    if not found:
+        rule = f"ends in {' or '.join(suffixes)}" if suffixes else "looks like text"
+        names = " ".join(str(path) for path in inputs)
+        raise UserError(f"--input {names}: no file {rule}; name other files, or another --suffix")
+    return list(dict.fromkeys(found))
+
+
+def search(folder: Path, suffixes: Sequence[str], exclude: Sequence[str]) -> list[Path]:
+    try:
+        return [path for path in walk(folder, exclude) if wanted(path, suffixes)]
+    except OSError as error:
+        raise UserError(
+            f"--input {folder} cannot be walked ({error}); make it readable, or name other inputs"
+        ) from None
+
+
+def walk(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
+    """Yield a folder's files, the same order on every machine, without hidden ones."""
+    for entry in sorted(folder.iterdir(), key=lambda path: path.name):
+        if entry.name.startswith(".") or (entry.name in exclude and entry.is_dir()):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from walk(entry, exclude)
+        elif entry.is_file():
+            yield entry
+
+
+def wanted(path: Path, suffixes: Sequence[str]) -> bool:
+    if suffixes:
+        return path.name.removesuffix(".gz").endswith(tuple(suffixes))
+    return looks_like_text(path)
+
+
+def looks_like_text(path: Path) -> bool:
+    """Say whether the first bytes hold no zero; what cannot be read is left to its reader."""
+    try:
+        with open_input(path) as file:
+            return b"\0" not in file.read(SNIFFED_BYTES)
+    except (OSError, *BROKEN_GZIP):
+        return True
+
+
+def open_input(path: Path) -> BufferedIOBase:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def read_documents(path: Path) -> Iterator[str | Flaw]:
+    """Yield a file's documents, and a flaw in the place of each that cannot be one.
+
+    A .jsonl file is read line by line; any other file is one document and is read whole.
+    """
+    read = read_lines if path.name.removesuffix(".gz").endswith(".jsonl") else read_text
+    try:
+        with open_input(path) as file:
+            yield from read(file, path)
+    except BROKEN_GZIP as error:
+        yield Flaw(str(path), f"not a whole gzip file ({error})")
+    except OSError as error:
+        yield Flaw(str(path), f"cannot be read ({os.strerror(error.errno or 0)})")
+
+
+def read_text(file: BufferedIOBase, path: Path) -> Iterator[str | Flaw]:
+    data = file.read()
+    if not data:
+        yield Flaw(str(path), "the file is empty")
+        return
+    try:
+        yield data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        yield Flaw(f"{path}, line {line}", bad_byte(error, "file"))
+
+
+def read_lines(file: BufferedIOBase, path: Path) -> Iterator[str | Flaw]:
+    number = 0
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield parse_line(line, f"{path}, line {number}")
+    if number == 0:
+        yield Flaw(str(path), "the file is empty")
+
+
+def parse_line(line: bytes, where: str) -> str | Flaw:
+    """Return the text of one JSON line, or what is wrong with it."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return Flaw(where, bad_byte(error, "line"))
+    except json.JSONDecodeError as error:
+        return Flaw(where, f"not JSON ({error.msg} at column {error.colno})")
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        return Flaw(where, 'no string field "text"')
+    if not text:
+        return Flaw(where, 'the field "text" is empty')
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        return Flaw(where, 'the field "text" holds half a surrogate pair, which is no character')
+    return text
+
+
+def bad_byte(error: UnicodeDecodeError, of: str) -> str:
+    return f"byte {error.start} of the {of} (0x{error.object[error.start]:02x}) is not UTF-8"
