@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-
 IGNORED = -100
 """The label of a position that no loss counts."""
 
@@ -13,9 +12,9 @@ Values = Any
 class Batch(NamedTuple):
     """Rows of tokens, cut and labelled; `labels` are already shifted.
 
-    Shapes: `sequence` is [B], the others [B, L]; a whole step's batch has a leading dim of microbatches.
-    `real` marks what is not padding; a position counts in the loss if it is real and its label is not -100.
-    `positions` restart at each document; `sequence` is the row's number in the global batch.
+    Shapes: `sequence` is [B], the others [B, L]; a step's batch has a leading dim of microbatches.
+    `real` marks what is not padding; a position counts in the loss if it is real and its label is
+    not -100. `positions` restart at each document; `sequence` numbers the rows of the global batch.
     """
 
     tokens: Values

@@ -1,0 +1,21 @@
+"""The mesh axes that a value varies over: constants must agree with the shards they meet."""
+
+import jax
+from jax import lax
+from jaxtyping import Array
+
+
+def axes_of(value: Array) -> frozenset[str]:
+    """Return the mesh axes that `value` varies over; none outside `shard_map`."""
+    return frozenset(jax.typeof(value).manual_axis_type.varying)
+
+
+def vary_over(value: Array, axes: tuple[str, ...]) -> Array:
+    """Mark `value` as varying over `axes`, those that it varies over already aside."""
+    missing = tuple(axis for axis in axes if axis not in axes_of(value))
+    return lax.pcast(value, missing, to="varying") if missing else value
+
+
+def like(value: Array, reference: Array) -> Array:
+    """Mark `value` as varying over the axes of `reference`: what a fresh scan carry needs."""
+    return vary_over(value, tuple(sorted(axes_of(reference))))
