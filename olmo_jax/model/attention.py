@@ -1,0 +1,152 @@
+"""Self-attention of a block: projections, norms of queries and keys, rotary positions, gate."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
+
+from olmo_jax.config.records import ModelConfig
+from olmo_jax.model.initialise import Initialiser
+from olmo_jax.model.norm import RMSNorm
+from olmo_jax.model.rope import attention_factor, inverse_frequencies, is_rotated, is_scaled, rotate
+from olmo_jax.ops.attention import attention
+from olmo_jax.ops.linear import linear
+
+
+def _add_bias(x: Float[Array, "..."], bias: nnx.Variable | None) -> Float[Array, "..."]:
+    """Add in FP32, so that the gradient of the bias is a sum in FP32."""
+    return x if bias is None else (x.astype(jnp.float32) + bias[...]).astype(x.dtype)
+
+
+def scale_by_visible(
+    q: Float[Array, "B L N H"], positions: Int[Array, "B L"], scale: Float32[Array, " N"]
+) -> Float[Array, "B L N H"]:
+    """Multiply the query by log(position + 1) times its head's scale: scalable softmax.
+
+    The count is of the document, whatever the window; a document's first query becomes 0.
+    Source: olmo_core 3.0.0, nn/attention, Attention._apply_scalable_softmax.
+    Differs: the logarithm is not rounded to the dtype of the query.
+    """
+    visible = jnp.log((positions + 1).astype(jnp.float32))[..., None, None]
+    return (q.astype(jnp.float32) * (visible * scale[:, None])).astype(q.dtype)
+
+
+def _qk_norm(
+    make: Initialiser, model: ModelConfig, num_heads: int, heads_dim: str
+) -> RMSNorm | None:
+    if model.qk_norm == "none":
+        return None
+    if model.qk_norm == "head":
+        return RMSNorm(make, (model.head_dim,), ("head_dim",), eps=model.norm_eps)
+    shape, dims = (num_heads, model.head_dim), (heads_dim, "head_dim")
+    num_dims = 2 if model.qk_norm == "full" else 1
+    return RMSNorm(make, shape, dims, eps=model.norm_eps, num_dims=num_dims)
+
+
+def _gate(make: Initialiser, model: ModelConfig) -> nnx.Variable | None:
+    if model.attention_gate == "none":
+        return None
+    shape, dims = (model.d_model, model.num_heads), ("d_model", "heads")
+    if model.attention_gate == "elementwise":
+        shape, dims = (*shape, model.head_dim), (*dims, "head_dim")
+    return make("gate", shape, dims, "attention_in", fan_in=model.d_model)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention inside a document; the layer's window is an argument of the call.
+
+    Source: olmo_core 3.0.0, nn/attention.
+    """
+
+    def __init__(self, model: ModelConfig, make: Initialiser):
+        self.model = model
+        query, key = (model.num_heads, model.head_dim), (model.num_kv_heads, model.head_dim)
+        query_dims, key_dims = ("heads", "head_dim"), ("kv_heads", "head_dim")
+
+        def projection(name: str, heads: tuple[int, int], dims: tuple[str, str]) -> nnx.Variable:
+            shape = (model.d_model, *heads)
+            return make(name, shape, ("d_model", *dims), "attention_in", fan_in=model.d_model)
+
+        def bias(name: str, shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Variable | None:
+            return make(name, shape, dims, "zeros") if model.attention_bias else None
+
+        self.q = projection("q", query, query_dims)
+        self.k = projection("k", key, key_dims)
+        self.v = projection("v", key, key_dims)
+        fan_in = model.num_heads * model.head_dim
+        out, out_dims = (*query, model.d_model), (*query_dims, "d_model")
+        self.out = make("out", out, out_dims, "attention_out", fan_in=fan_in)
+        self.q_bias = bias("q_bias", query, query_dims)
+        self.k_bias = bias("k_bias", key, key_dims)
+        self.v_bias = bias("v_bias", key, key_dims)
+        self.out_bias = bias("out_bias", (model.d_model,), ("d_model",))
+        self.q_norm = _qk_norm(make.inside("q_norm"), model, model.num_heads, "heads")
+        self.k_norm = _qk_norm(make.inside("k_norm"), model, model.num_kv_heads, "kv_heads")
+        self.gate = _gate(make, model)
+        self.softmax_scale = (
+            make("softmax_scale", query[:1], query_dims[:1], "ones")
+            if model.scalable_softmax
+            else None
+        )
+
+    def _project(
+        self, x: Float[Array, "B L D"], weight: nnx.Variable, bias: nnx.Variable | None
+    ) -> Float[Array, "B L heads H"]:
+        projected = _add_bias(linear(x, weight[...]), bias)
+        limit = self.model.clip_qkv
+        return projected if limit is None else jnp.clip(projected, -limit, limit)
+
+    def _rotate(
+        self, x: Float[Array, "B L heads H"], positions: Int[Array, "B L"], window: int | None
+    ) -> Float[Array, "B L heads H"]:
+        rope = self.model.rope
+        if not is_rotated(rope, window):
+            return x
+        scaled = is_scaled(rope, window)
+        return rotate(
+            x,
+            positions,
+            inverse_frequencies(rope, self.model.head_dim, scaled=scaled),
+            factor=attention_factor(rope, scaled=scaled),
+            full_precision=rope.full_precision,
+        )
+
+    def _gated(
+        self, attended: Float[Array, "B L N H"], x: Float[Array, "B L D"]
+    ) -> Float[Array, "B L N H"]:
+        """Multiply by the sigmoid of a projection of the attention's input."""
+        if self.gate is None:
+            return attended
+        logits = linear(x, self.gate[...])
+        if self.model.attention_gate_full_precision:
+            logits = logits.astype(jnp.float32)
+        gate = jax.nn.sigmoid(logits).astype(attended.dtype)
+        return attended * (gate[..., None] if gate.ndim < attended.ndim else gate)
+
+    def __call__(
+        self,
+        x: Float[Array, "B L D"],
+        *,
+        positions: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"] | None,
+        window: int | None,
+        attention_backend: str | None = None,
+    ) -> Float[Array, "B L D"]:
+        q = self._project(x, self.q, self.q_bias)
+        k = self._project(x, self.k, self.k_bias)
+        v = self._project(x, self.v, self.v_bias)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._rotate(q, positions, window), self._rotate(k, positions, window)
+        if self.softmax_scale is not None:
+            q = scale_by_visible(q, positions, self.softmax_scale[...])
+        attended = attention(
+            q,
+            k,
+            v,
+            segment_ids=segment_ids,
+            window=window,
+            scale=self.model.head_dim**-0.5,
+            backend=attention_backend,
+        )
+        return _add_bias(linear(self._gated(attended, x), self.out[...], 2), self.out_bias)

@@ -1,0 +1,165 @@
+"""What is trained: cross entropy, its z-loss and the router losses, over global counts."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int, Int32
+
+from olmo_jax.config.records import Config, ModelConfig
+from olmo_jax.data.batch import IGNORED, Batch
+from olmo_jax.model.moe import RouterSums
+from olmo_jax.model.placement import ONE_DEVICE, Placement
+from olmo_jax.model.transformer import Params, forward, head_input
+from olmo_jax.ops.cross_entropy import cross_entropy
+
+
+class Sums(NamedTuple):
+    """Sums over one device's tokens of one microbatch: nothing is divided yet."""
+
+    cross_entropy: Float32[Array, ""]
+    z: Float32[Array, ""]
+    router: RouterSums | None
+
+
+class Divisors(NamedTuple):
+    """Of the global batch: T tokens that count in the loss, R real ones."""
+
+    counted: Float32[Array, ""]
+    real: Float32[Array, ""]
+
+
+class Parts(NamedTuple):
+    """Unweighted losses: per counted token, and per real token summed over routed layers."""
+
+    cross_entropy: Float32[Array, ""]
+    z: Float32[Array, ""]
+    balance: Float32[Array, ""]
+    router_z: Float32[Array, ""]
+
+
+def labels_that_count(batch: Batch) -> Array:
+    """Return the labels, -100 also where a position is not real."""
+    return jnp.where(batch.real, batch.labels, IGNORED)
+
+
+def count(batch: Batch) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
+    """Return how many positions count in the loss, and how many are real."""
+    counted = (labels_that_count(batch) != IGNORED).sum(dtype=jnp.int32)
+    return counted, jnp.asarray(batch.real).sum(dtype=jnp.int32)
+
+
+def batch_sums(
+    config: Config,
+    params: dict[str, Any],
+    batch: Batch,
+    placement: Placement,
+    *,
+    step: Int32[Array, ""],
+    training: bool,
+) -> Sums:
+    """Run the model on one microbatch; `params` are as `placement` stores them."""
+    model = config.model
+    hidden, router = forward(
+        model, params, batch, placement, step=step, seed=config.seed, training=training
+    )
+    normed, weight = head_input(model, params, hidden, placement)
+    entropy, z = cross_entropy(
+        normed.reshape(-1, model.d_model),
+        weight,
+        labels_that_count(batch).reshape(-1),
+        chunk_tokens=config.train.head_chunk_tokens,
+    )
+    return Sums(entropy, z, router)
+
+
+def divide(sums: Sums, divisors: Divisors) -> Parts:
+    """Return the losses of these sums' tokens as their share of the global batch's."""
+    zero = jnp.zeros((), jnp.float32)
+    router = sums.router
+    return Parts(
+        sums.cross_entropy / divisors.counted,
+        sums.z / divisors.counted,
+        zero if router is None else router.balance.sum() / divisors.real,
+        zero if router is None else router.z.sum() / divisors.real,
+    )
+
+
+def total(config: Config, parts: Parts) -> Float32[Array, ""]:
+    """Return the scalar that is differentiated."""
+    router = config.model.router
+    return (
+        parts.cross_entropy
+        + config.train.z_loss_weight * parts.z
+        + router.balance_weight * parts.balance
+        + router.z_weight * parts.router_z
+    )
+
+
+def objective(
+    config: Config, params: Params, batch: Batch, *, step: int = 0
+) -> tuple[Float32[Array, ""], Parts]:
+    """Return the training objective of a whole batch and its parts: one device, FP32, no drop.
+
+    The oracle of every parallel method. Router biases are leaves of `params`, without gradient.
+    `step` is the number of optimizer steps before this one; it only draws forced routes and jitter.
+    """
+    batch = Batch(*map(jnp.asarray, batch))
+    sums = batch_sums(
+        _exact(config), params, batch, ONE_DEVICE, step=jnp.int32(step), training=True
+    )
+    counted, real = count(batch)
+    divisors = Divisors(
+        jnp.maximum(counted, 1).astype(jnp.float32), jnp.maximum(real, 1).astype(jnp.float32)
+    )
+    parts = divide(sums, divisors)
+    return total(config, parts), parts
+
+
+def _exact(config: Config) -> Config:
+    model = config.model.model_copy(update={"dtype": "float32"})
+    return config.model_copy(update={"model": model})
+
+
+def _plain_batch(
+    tokens: Int[Array, "B L"], labels: Int[Array, "B L"], segment_ids: Int[Array, "B L"] | None
+) -> Batch:
+    tokens = jnp.asarray(tokens, jnp.int32)
+    rows, length = tokens.shape
+    if segment_ids is None:
+        segment_ids = jnp.ones_like(tokens)
+    segments = jnp.asarray(segment_ids, jnp.int32)
+    place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    begins = segments != jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    start = jnp.maximum.accumulate(jnp.where(begins, place, 0), axis=1)
+    return Batch(
+        tokens=tokens,
+        labels=jnp.asarray(labels, jnp.int32),
+        segment_ids=segments,
+        positions=place - start,
+        real=jnp.ones(tokens.shape, bool),
+        sequence=jnp.arange(rows, dtype=jnp.int32),
+    )
+
+
+def apply(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B L"],
+    segment_ids: Int[Array, "B L"] | None = None,
+) -> Float32[Array, "B L V"]:
+    """Return FP32 logits: one device, no drop. Attention stays inside a segment."""
+    batch = _plain_batch(tokens, jnp.full(tokens.shape, IGNORED), segment_ids)
+    exact = config.model_copy(update={"dtype": "float32"})
+    hidden, _ = forward(exact, params, batch, ONE_DEVICE, step=jnp.int32(0), seed=0, training=False)
+    normed, weight = head_input(exact, params, hidden, ONE_DEVICE)
+    return jnp.matmul(normed, weight)
+
+
+def loss(
+    config: ModelConfig, params: Params, tokens: Int[Array, "B L"], labels: Int[Array, "B L"]
+) -> Float32[Array, ""]:
+    """Return the mean cross entropy over labels that are not -100: one device, FP32, no drop."""
+    batch = _plain_batch(tokens, labels, None)
+    whole = _exact(Config(model=config))
+    sums = batch_sums(whole, params, batch, ONE_DEVICE, step=jnp.int32(0), training=False)
+    return sums.cross_entropy / jnp.maximum(count(batch)[0], 1)

@@ -1,0 +1,251 @@
+"""The whole model: embedding, blocks (the homogeneous ones scanned), head.
+
+Parameters are one flat dict from dotted names to arrays. Inside, a unit is what is read at once:
+the embedding, one block, or the head; `Placement.read` turns each, as stored, into its weights.
+"""
+
+from collections.abc import Iterable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
+from jaxtyping import Array, Float, Int32, Key
+
+from olmo_jax.config.records import ModelConfig
+from olmo_jax.data.batch import Batch
+from olmo_jax.model.block import Block
+from olmo_jax.model.initialise import Initialiser, RouterBias
+from olmo_jax.model.moe import RouterSums, Surroundings
+from olmo_jax.model.norm import RMSNorm
+from olmo_jax.model.placement import Placement, Tree
+from olmo_jax.ops.embedding import embed
+from olmo_jax.plan.layers import is_routed, layer_plan, window_of
+
+Params = dict[str, Array]
+"""Dotted name to array: `body.attention.q`, `leading.0.mlp.down`, `head.weight`."""
+
+
+def _norm(model: ModelConfig, make: Initialiser) -> RMSNorm:
+    return RMSNorm(make.inside("norm"), (model.d_model,), ("d_model",), eps=model.norm_eps)
+
+
+class Embedding(nnx.Module):
+    """Token rows, scaled, then normalised if the config says so.
+
+    Source: olmo_core 3.0.0, nn/ddp/model.py.
+    """
+
+    def __init__(self, model: ModelConfig, make: Initialiser):
+        self.model = model
+        shape, dims = (model.vocab_size, model.d_model), ("vocab", "d_model")
+        self.weight = make("weight", shape, dims, "embedding")
+        self.norm = _norm(model, make) if model.embedding_norm else None
+
+    def __call__(self, tokens: Int32[Array, "B L"]) -> Float[Array, "B L D"]:
+        x = embed(self.weight[...], tokens, jnp.dtype(self.model.dtype))
+        x = x * jnp.asarray(self.model.embedding_multiplier, x.dtype)
+        return x if self.norm is None else self.norm(x)
+
+
+class Head(nnx.Module):
+    """The last norm and, unless it is the embedding's, the weight of the logits."""
+
+    def __init__(self, model: ModelConfig, make: Initialiser):
+        self.norm = _norm(model, make)
+        shape, dims = (model.d_model, model.vocab_size), ("d_model", "vocab")
+        self.weight = None if model.tie_embeddings else make("weight", shape, dims, "head")
+
+
+class Transformer(nnx.Module):
+    """All leaves of the model, with values that depend on (seed, name, layer) alone."""
+
+    def __init__(self, model: ModelConfig, key: Key[Array, ""]):
+        plan, make = layer_plan(model), partial(Initialiser, key, model)
+
+        def single(layer: int) -> Block:
+            return Block(model, make("", (layer,)), routed=is_routed(model, layer))
+
+        self.embedding = Embedding(model, make("embedding."))
+        self.leading = nnx.List([single(layer) for layer in plan.leading])
+        self.body = Block(model, make("", plan.body, True), routed=is_routed(model, plan.body[0]))
+        self.trailing = nnx.List([single(layer) for layer in plan.trailing])
+        self.head = Head(model, make("head."))
+
+
+def _flatten(tree: Tree) -> dict[str, Any]:
+    return {".".join(map(str, path)): leaf for path, leaf in flatten_dict(tree).items()}
+
+
+def _leaves(model: ModelConfig, key: Key[Array, ""]) -> tuple[Params, Params]:
+    _, trained, bias = nnx.split(Transformer(model, key), nnx.Param, RouterBias)
+    return _flatten(nnx.to_pure_dict(trained)), _flatten(nnx.to_pure_dict(bias))
+
+
+def initialise(model: ModelConfig, seed: int) -> tuple[Params, Params]:
+    """Return the FP32 (parameters, router biases) of a run's first step."""
+    return _leaves(model, jax.random.key(seed))
+
+
+@cache
+def logical_dims(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Return the logical dim names of every leaf, router biases included."""
+    abstract = nnx.eval_shape(lambda: Transformer(model, jax.random.key(0)))
+    flat = nnx.to_flat_state(nnx.state(abstract))
+    return {".".join(map(str, path)): variable.get_metadata()["dims"] for path, variable in flat}
+
+
+@cache
+def _graphs(model: ModelConfig) -> dict[str, Any]:
+    """Return how each kind of unit is put together, without its values."""
+    make = Initialiser(jax.random.key(0), model, layers=(0,))
+    units = {
+        "embedding": lambda: Embedding(model, make),
+        "dense": lambda: Block(model, make, routed=False),
+        "routed": lambda: Block(model, make, routed=True),
+        "head": lambda: Head(model, make),
+    }
+    if not model.num_routed_layers:
+        del units["routed"]
+    return {name: nnx.split(nnx.eval_shape(unit))[0] for name, unit in units.items()}
+
+
+def unit(params: dict[str, Any], prefix: str) -> Tree:
+    """Return the leaves below `prefix` as nested dicts: a unit as it is stored."""
+    inside = {
+        tuple(name[len(prefix) + 1 :].split(".")): leaf
+        for name, leaf in params.items()
+        if name.startswith(f"{prefix}.")
+    }
+    return unflatten_dict(inside)
+
+
+def _block(
+    model: ModelConfig,
+    stored: Tree,
+    x: Float[Array, "B L D"],
+    around: Surroundings,
+    layer: Int32[Array, ""],
+    *,
+    kind: str,
+    window: int | None,
+    placement: Placement,
+    seed: int,
+    training: bool,
+) -> tuple[Float[Array, "B L D"], RouterSums | None]:
+    block = nnx.merge(_graphs(model)[kind], placement.read(stored))
+    return block(x, around, placement, window=window, layer=layer, seed=seed, training=training)
+
+
+def _scan_body(
+    model: ModelConfig,
+    run: Any,
+    stored: Tree,
+    x: Float[Array, "B L D"],
+) -> tuple[Float[Array, "B L D"], RouterSums | None]:
+    """Scan the body, one period of the window pattern at a time."""
+    plan = layer_plan(model)
+    num_periods = len(plan.body) // plan.period
+    layers = jnp.array(plan.body, jnp.int32)
+    by_period = jax.tree.map(
+        lambda leaf: leaf.reshape(num_periods, plan.period, *leaf.shape[1:]), (stored, layers)
+    )
+
+    def one_period(x: Array, period: tuple[Tree, Array]) -> tuple[Array, RouterSums | None]:
+        # Unstacked at once: its transpose is one stack, where indexing would add padded zeros.
+        leaves, structure = jax.tree.flatten(period)
+        members = zip(*(jnp.unstack(leaf) for leaf in leaves), strict=True)
+        sums = []
+        for number, member in enumerate(members):
+            stored, layer = jax.tree.unflatten(structure, member)
+            x, layer_sums = run(stored, x, layer, plan.body[number])
+            sums.append(layer_sums)
+        return x, jax.tree.map(lambda *values: jnp.stack(values), *sums)
+
+    x, sums = lax.scan(one_period, x, by_period)
+    return x, jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), sums)
+
+
+def forward(
+    model: ModelConfig,
+    params: dict[str, Any],
+    batch: Batch,
+    placement: Placement,
+    *,
+    step: Int32[Array, ""],
+    seed: int,
+    training: bool,
+) -> tuple[Float[Array, "B L D"], RouterSums | None]:
+    """Return the hidden state before the head's norm, and each routed layer's sums, stacked."""
+    plan = layer_plan(model)
+    offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
+    around = Surroundings(
+        batch.positions, batch.segment_ids, batch.real, batch.sequence, offsets, step
+    )
+
+    def run(stored: Tree, x: Array, layer: Array, number: int) -> tuple[Array, RouterSums | None]:
+        settings = {
+            "kind": "routed" if is_routed(model, number) else "dense",
+            "window": window_of(model, number),
+            "placement": placement,
+            "seed": seed,
+            "training": training,
+        }
+        return placement.block(partial(_block, model, **settings))(stored, x, around, layer)
+
+    embedding = nnx.merge(_graphs(model)["embedding"], placement.read(unit(params, "embedding")))
+    x, parts = embedding(batch.tokens), []
+    for i, layer in enumerate(plan.leading):
+        x, sums = run(unit(params, f"leading.{i}"), x, jnp.int32(layer), layer)
+        parts.append(sums)
+    x, sums = _scan_body(model, run, unit(params, "body"), x)
+    singles = []
+    for i, layer in enumerate(plan.trailing):
+        x, single = run(unit(params, f"trailing.{i}"), x, jnp.int32(layer), layer)
+        singles.append(single)
+    return x, _stack([*parts], sums, singles)
+
+
+def _stack(
+    leading: list[RouterSums | None], body: RouterSums | None, trailing: list[RouterSums | None]
+) -> RouterSums | None:
+    """Put the routed layers' sums in layer order along a leading dim."""
+    if body is None:
+        return None
+    alone = [jax.tree.map(lambda v: v[None], sums) for sums in leading if sums is not None]
+    after = [jax.tree.map(lambda v: v[None], sums) for sums in trailing]
+    return jax.tree.map(lambda *values: jnp.concatenate(values), *alone, body, *after)
+
+
+def head_input(
+    model: ModelConfig, params: dict[str, Any], hidden: Float[Array, "B L D"], placement: Placement
+) -> tuple[Float[Array, "B L D"], Float[Array, "D V"]]:
+    """Return the normalised hidden state and the weight that makes logits of it."""
+    head = nnx.merge(_graphs(model)["head"], placement.read(unit(params, "head")))
+    normed = head.norm(hidden)
+    if head.weight is not None:
+        return normed, head.weight[...]
+    tied = placement.read(unit(params, "embedding"))["weight"]
+    return normed, tied.T
+
+
+def routed_rows(model: ModelConfig, names: Iterable[str]) -> list[int | slice]:
+    """Return where each router leaf's layers stand among the routed layers, in layer order.
+
+    An index for a leaf of one layer, a slice for the stacked ones: what selects its rows from
+    arrays whose leading dim counts routed layers.
+    """
+    plan = layer_plan(model)
+    first = {"leading": 0, "body": plan.body[0], "trailing": plan.body[-1] + 1}
+    rows: list[int | slice] = []
+    for name in names:
+        group, number = name.split(".")[:2]
+        start = first[group] - model.num_dense_layers
+        if group == "body":
+            rows.append(slice(start, start + len(plan.body)))
+        else:
+            rows.append(start + int(number))
+    return rows
