@@ -1,0 +1,145 @@
+"""The compiled functions of a run: a config and a mesh become a step that arrays go through."""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
+
+from olmo_jax.config.records import Config
+from olmo_jax.data.batch import Batch
+from olmo_jax.mesh.axes import DENSE_DATA_AXES
+from olmo_jax.mesh.rules import BATCH, DEVICES, REPLICATED, ROWS
+from olmo_jax.train.state import Layout, State, first_state, shardings
+from olmo_jax.train.step import Metrics, evaluation_step, train_step
+
+BATCH_SPECS = Batch(BATCH, BATCH, BATCH, BATCH, BATCH, ROWS)
+
+
+def _put(value: np.ndarray, sharding: NamedSharding) -> Array:
+    """Place an array of which every process has the part that it needs."""
+    return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The compiled functions of a config on a mesh. Each compiles when it is first needed."""
+
+    config: Config
+    mesh: Mesh
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Return shapes and specs."""
+        return Layout(self.config, dict(self.mesh.shape))
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Return the ranks that rows are divided over."""
+        sizes = [self.mesh.shape[axis] for axis in DENSE_DATA_AXES]
+        return int(np.prod(sizes))
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the microbatches of one step."""
+        train = self.config.train
+        return train.global_batch // (train.microbatch * self.num_data_ranks)
+
+    @cached_property
+    def specs(self) -> State:
+        """Return the specs of the state."""
+        return self.layout.specs()
+
+    def init(self) -> State:
+        """Return the first state, every leaf made where it lives."""
+        make = jax.jit(
+            partial(first_state, self.layout), out_shardings=shardings(self.mesh, self.specs)
+        )
+        return make()
+
+    def place(self, batch: Batch) -> Batch:
+        """Cut a global batch of rows [G, L] into microbatches and put it on the devices."""
+        num_rows = len(batch.sequence)
+        per_microbatch = self.config.train.microbatch * self.num_data_ranks
+
+        def put(value: Any, sharding: Any) -> Array:
+            value = np.asarray(value)
+            cut = value.reshape(num_rows // per_microbatch, per_microbatch, *value.shape[1:])
+            return _put(cut, sharding)
+
+        return Batch(*map(put, batch, shardings(self.mesh, BATCH_SPECS)))
+
+    @cached_property
+    def jitted(self) -> Any:
+        """Return the jitted step of (state, batch, lr, stop); the state is donated."""
+        mapped = jax.shard_map(
+            partial(train_step, self.layout),
+            mesh=self.mesh,
+            in_specs=(self.specs, BATCH_SPECS, REPLICATED, DEVICES),
+            out_specs=(self.specs, REPLICATED),
+        )
+        return jax.jit(mapped, donate_argnums=0)
+
+    def abstract_arguments(self) -> tuple[State, Batch, Any, Any]:
+        """Return shapes and shardings of the step's arguments: what lowering needs, no data."""
+        train = self.config.train
+        state = jax.eval_shape(partial(first_state, self.layout))
+        shape = (self.num_microbatches, train.microbatch * self.num_data_ranks)
+        long = jax.ShapeDtypeStruct((*shape, train.sequence_length), jnp.int32)
+        mask = jax.ShapeDtypeStruct(long.shape, jnp.bool_)
+        rows = jax.ShapeDtypeStruct(shape, jnp.int32)
+        batch = Batch(long, long, long, long, mask, rows)
+        lr = jax.ShapeDtypeStruct((), jnp.float32)
+        stop = jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32)
+        specs = (self.specs, BATCH_SPECS, REPLICATED, DEVICES)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            (state, batch, lr, stop),
+            shardings(self.mesh, specs),
+        )
+
+    @cached_property
+    def compiled(self) -> Any:
+        """Return the compiled step."""
+        return self.jitted.lower(*self.abstract_arguments()).compile()
+
+    def compile(self) -> None:
+        """Compile the step now."""
+        _ = self.compiled
+
+    def step(
+        self, state: State, batch: Batch, lr: float, stop: bool = False
+    ) -> tuple[State, Metrics]:
+        """Dispatch one step; `state` is given away. `lr` is this step's learning rate."""
+        given = np.array(lr, np.float32), np.full(self.mesh.size, int(stop), np.int32)
+        places = shardings(self.mesh, (REPLICATED, DEVICES))
+        return self.compiled(state, batch, *map(_put, given, places))
+
+    @cached_property
+    def _evaluation(self) -> Any:
+        return jax.jit(
+            jax.shard_map(
+                partial(evaluation_step, self.layout),
+                mesh=self.mesh,
+                in_specs=(self.specs.weights, self.specs.router_bias, BATCH_SPECS),
+                out_specs=REPLICATED,
+            )
+        )
+
+    def evaluate(self, state: State, batch: Batch) -> Metrics:
+        """Return `ce_sum` and `counted` of a placed batch; the state is only read."""
+        return self._evaluation(state.weights, state.router_bias, batch)
+
+
+def build(config: Config, mesh: Mesh) -> Program:
+    """Return the program of a config on a mesh. Nothing compiles yet.
+
+    Raises: UserError if a parameter cannot be laid out.
+    """
+    program = Program(config, mesh)
+    _ = program.layout.placed
+    return program

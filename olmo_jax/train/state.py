@@ -1,0 +1,112 @@
+"""What a run carries from step to step, and where each array lives."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from olmo_jax.config.records import Config
+from olmo_jax.mesh.rules import REPLICATED, Placed, place
+from olmo_jax.model.transformer import initialise, logical_dims
+from olmo_jax.optim import adamw, skip
+from olmo_jax.optim.decay import decay_mask
+
+Leaves = dict[str, Any]
+"""Arrays by name, or what describes them: shapes, specs, shardings."""
+
+
+class State(NamedTuple):
+    """All of it is donated to the step.
+
+    `weights` are in the compute dtype, `main` and the moments FP32, laid out by their two specs.
+    `router_bias` is FP32. `step` counts all steps; the moments' count only those that were taken.
+    """
+
+    weights: Leaves
+    main: Leaves
+    moments: Leaves
+    router_bias: Leaves
+    history: Leaves
+    step: Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shapes and specs of a config's parameters on a mesh."""
+
+    config: Config
+    sizes: Mapping[str, int]
+
+    @cached_property
+    def shapes(self) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
+        """Return the shapes of (parameters, router biases)."""
+        return jax.eval_shape(lambda: initialise(self.config.model, 0))
+
+    @cached_property
+    def placed(self) -> dict[str, Placed]:
+        """Return both specs of every parameter.
+
+        Raises: UserError if an axis does not divide its dim.
+        """
+        dims, parallel = logical_dims(self.config.model), self.config.parallel
+        return {
+            name: place(
+                name,
+                leaf.shape,
+                dims[name],
+                method=parallel.method,
+                shard_optimizer=parallel.shard_optimizer,
+                sizes=self.sizes,
+            )
+            for name, leaf in self.shapes[0].items()
+        }
+
+    @cached_property
+    def decay(self) -> dict[str, bool]:
+        """Say which parameters decay."""
+        return decay_mask(self.shapes[0], self.config.optim.no_decay)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Return the compute dtype."""
+        return jnp.dtype(self.config.model.dtype)
+
+    def specs(self) -> State:
+        """Return the spec of every array of the state."""
+        compute = {name: placed.compute for name, placed in self.placed.items()}
+        main = {name: placed.main for name, placed in self.placed.items()}
+        return State(
+            weights=compute,
+            main=main,
+            moments={"mu": main, "nu": main, "count": REPLICATED},
+            router_bias=dict.fromkeys(self.shapes[1], REPLICATED),
+            history=dict.fromkeys(skip.init(1), REPLICATED),
+            step=REPLICATED,
+        )
+
+
+def first_state(layout: Layout) -> State:
+    """Return the state before the first step; under jit with `specs`, nobody holds a whole leaf."""
+    config = layout.config
+    main, router_bias = initialise(config.model, config.seed)
+    return State(
+        weights={name: leaf.astype(layout.dtype) for name, leaf in main.items()},
+        main=main,
+        moments=adamw.init(main),
+        router_bias=router_bias,
+        history=skip.init(config.optim.skip_window),
+        step=jnp.zeros((), jnp.int32),
+    )
+
+
+def shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
+    """Return a tree of specs as shardings on `mesh`."""
+    return jax.tree.map(
+        lambda spec: jax.sharding.NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda leaf: isinstance(leaf, P),
+    )
