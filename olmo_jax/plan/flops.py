@@ -4,19 +4,31 @@ The convention: a product of [m, k] and [k, n] is `2 m k n`, its backward pass t
 but matrix products counts (no norm, softmax, rotation or bias). *Useful* FLOPs are those that a
 model needs and no more: attention over the pairs that causality and the window allow in an unbroken
 sequence (packing does not make it cheaper), `top_k` experts a token, no lookup in the embedding,
-nothing for recomputation, padding, dropped or masked tokens.
+nothing for recomputation, padding, dropped or masked tokens. *Executed* FLOPs are those of every
+product in the program of a step, needed or not.
 
 Source: olmo_core 3.0.0, OLMoDDPModel.num_flops_per_token.
 Differs: there the gains and biases of attention and the final norm count as 6 each.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from olmo_jax.config.records import ModelConfig
+from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.plan.layers import is_routed, window_of
+from olmo_jax.plan.static_sizes import (
+    CPU_TILE,
+    EMBEDDING_TILE,
+    block_pairs,
+    block_size,
+    capacity,
+    num_microbatches,
+    pieces,
+    received_rows,
+    visited_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,9 @@ class Flops:
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, times: int) -> "Flops":
+        return Flops(self.forward * times, self.backward * times)
 
     @property
     def total(self) -> int:
@@ -111,6 +126,59 @@ def useful(model: ModelConfig, sequence_length: int) -> dict[str, Flops]:
         pairs=partial(attended_pairs, sequence_length),
         rows=sequence_length * model.top_k,
     )
+
+
+def _expert_rows(config: Config, tokens: int, num_ranks: int) -> int:
+    """Return the rows that pass one rank's experts in a layer: its whole buffer, in tiles."""
+    model = config.model
+    if not model.num_routed_layers:
+        return 0
+    limit = capacity(config.parallel.capacity_factor, tokens, model.top_k)
+    rows = received_rows(tokens, model.top_k, num_ranks, limit)
+    return visited_rows(rows, model.num_experts // num_ranks, *CPU_TILE)
+
+
+def _executed(config: Config, num_expert_ranks: int) -> dict[str, Flops]:
+    """Return what one device multiplies for one microbatch."""
+    model, train = config.model, config.train
+    tokens = train.microbatch * train.sequence_length
+    block = block_size(train.sequence_length)
+
+    def pairs(window: int | None) -> int:
+        blocks = train.microbatch * len(block_pairs(train.sequence_length, window))
+        return blocks * block * block
+
+    rows = _expert_rows(config, tokens, num_expert_ranks)
+    parts = components(model, tokens=tokens, pairs=pairs, rows=rows)
+    parts["head"] = head(model, pieces(tokens, train.head_chunk_tokens).total)
+    # The cotangents of a tile, sorted by token, times the matrix of which tokens are equal.
+    tile = pieces(tokens, EMBEDDING_TILE)
+    parts["embedding"] = Flops()
+    more = {
+        "attention_scores": parts["attention_scores"].forward // 2,
+        "head": parts["head"].forward,
+        "embedding": 2 * tile.total * tile.size * model.d_model,
+    }
+    return {kind: part + Flops(backward=more.get(kind, 0)) for kind, part in parts.items()}
+
+
+def step_flops(
+    config: Config, sizes: Mapping[str, int], *, executed: bool = False
+) -> dict[str, Flops]:
+    """Return one device's FLOPs of one optimizer step, by kind of product; `sizes` of all axes.
+
+    `executed` counts what its program multiplies, by the backends that a CPU has: whole blocks of
+    attention, whole tiles and unused visits of the routed experts' full buffers, padded chunks of
+    the head; in the backward pass the scores and the logits again, and the sums that make the
+    embedding's gradient. Blocks keep their activations, so nothing else is computed twice.
+    """
+    train = config.train
+    times = num_microbatches(train, sizes)
+    if executed:
+        one = _executed(config, sizes["expert"])
+    else:
+        one, times = useful(config.model, train.sequence_length), times * train.microbatch
+    return {kind: part * times for kind, part in one.items()}
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:

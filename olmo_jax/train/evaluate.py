@@ -1,0 +1,64 @@
+"""Evaluate a run's final weights on its held-out documents, with the code that training uses."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from olmo_jax.checkpoint import weights
+from olmo_jax.config import Config, with_mesh
+from olmo_jax.data.corpus import open_corpus
+from olmo_jax.errors import UserError
+from olmo_jax.mesh.axes import resolve
+from olmo_jax.mesh.devices import build_mesh
+from olmo_jax.train.metrics import Evaluation, evaluation_of
+from olmo_jax.train.program import Program, build
+from olmo_jax.train.state import State, shardings
+
+
+def evaluate(run_dir: Path, config: Config) -> Evaluation:
+    """Return mean loss and perplexity of the run's weights under `config`.
+
+    Raises: UserError if no document is held out.
+    """
+    if config.data.eval_fraction == 0:
+        raise UserError(
+            "data.eval_fraction=0 holds no document out, so there is nothing to evaluate on; write "
+            "data.eval_fraction=0.01, which takes documents that this run was trained on"
+        )
+    corpus = open_corpus(
+        config.data,
+        sequence_length=config.train.sequence_length,
+        seed=config.seed,
+        vocab_size=config.model.vocab_size,
+    )
+    mesh = build_mesh(resolve(config.mesh, jax.device_count()))
+    config = with_mesh(config, mesh.shape)
+    program = build(config, mesh)
+    state = restored(program, run_dir)
+    batches = corpus.held_out(config.train.global_batch, config.train.eval_batches)
+    parts = [program.evaluate(state, program.place(batch)) for batch in batches]
+    return evaluation_of(jax.device_get(parts))
+
+
+def restored(program: Program, run_dir: Path) -> State:
+    """Return a run's last weights as the part of a state that an evaluation reads.
+
+    Raises: UserError if the run has none, or if they are another model's.
+    """
+    placed = shardings(program.mesh, program.specs)
+    params, router_bias = program.layout.shapes
+    places = {**placed.weights, **placed.router_bias}
+    shapes = {
+        name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=places[name])
+        for name, leaf in {**params, **router_bias}.items()
+    }
+    found = weights.restore(run_dir, shapes)
+    return State(
+        weights={name: found[name].astype(program.layout.dtype) for name in params},
+        main={},
+        moments={},
+        router_bias={name: found[name] for name in router_bias},
+        history={},
+        step=jnp.zeros((), jnp.int32),
+    )

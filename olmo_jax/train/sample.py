@@ -1,0 +1,105 @@
+"""Continue a prompt with a run's weights: the whole text again for every token, no cache."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+
+from olmo_jax.checkpoint import weights
+from olmo_jax.config.records import ModelConfig
+from olmo_jax.data.tokenize import find_eos
+from olmo_jax.errors import UserError
+from olmo_jax.model import apply
+from olmo_jax.model.transformer import initialise
+from olmo_jax.train import run_folder
+
+LENGTH_UNIT = 64
+
+NextLogits = Callable[[np.ndarray, int], np.ndarray]
+"""From padded tokens and a position to the logits of the token after it."""
+
+
+def sample(run_dir: Path, text: str, *, num_tokens: int, temperature: float, seed: int) -> str:
+    """Return `text` and how the run's model goes on; it ends early at the end of a document.
+
+    Temperature 0 takes the likeliest token. What is longer than a training sequence is cut on the
+    left.
+
+    Raises: UserError if the run has no weights or no tokenizer.
+    """
+    config = run_folder.load_config(run_dir)
+    tokenizer = read_tokenizer(run_dir)
+    prompt = tokenizer.encode(text, add_special_tokens=False).ids or [find_eos(tokenizer)]
+    limit = config.train.sequence_length
+    length = min(limit, -(-(len(prompt) + num_tokens) // LENGTH_UNIT) * LENGTH_UNIT)
+    params = restored(run_dir, config.model)
+
+    @jax.jit
+    def compiled(tokens: jax.Array, position: jax.Array) -> jax.Array:
+        return apply(config.model, params, tokens[None])[0, position]
+
+    def next_logits(tokens: np.ndarray, position: int) -> np.ndarray:
+        logits = compiled(jnp.asarray(tokens), jnp.asarray(position))
+        return np.asarray(logits)[: tokenizer.get_vocab_size()]
+
+    choose = partial(pick, temperature=temperature, generator=np.random.default_rng(seed))
+    ids = extend(prompt, num_tokens, length, find_eos(tokenizer), next_logits, choose)
+    return tokenizer.decode(ids)
+
+
+def restored(run_dir: Path, model: ModelConfig) -> dict[str, jax.Array]:
+    """Return a run's last weights on one device."""
+    params, router_bias = jax.eval_shape(lambda: initialise(model, 0))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = {
+        name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=device)
+        for name, leaf in {**params, **router_bias}.items()
+    }
+    return weights.restore(run_dir, shapes)
+
+
+def read_tokenizer(run_dir: Path) -> Tokenizer:
+    """Return the tokenizer that the run's data was made with.
+
+    Raises: UserError if the data had none.
+    """
+    path = run_dir / run_folder.TOKENIZER
+    if not path.is_file():
+        raise UserError(
+            f"{run_dir} has no {run_folder.TOKENIZER}, for its data had none; copy the "
+            "tokenizer of that data there"
+        )
+    return Tokenizer.from_file(str(path))
+
+
+def extend(
+    prompt: list[int],
+    num_tokens: int,
+    length: int,
+    eos_id: int,
+    next_logits: NextLogits,
+    choose: Callable[[np.ndarray], int],
+) -> list[int]:
+    """Return `prompt` and up to `num_tokens` more; the model sees the last `length` at most."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        seen = ids[-length:]
+        tokens = np.full(length, eos_id, np.int32)
+        tokens[: len(seen)] = seen
+        chosen = choose(next_logits(tokens, len(seen) - 1))
+        if chosen == eos_id:
+            break
+        ids.append(chosen)
+    return ids
+
+
+def pick(logits: np.ndarray, *, temperature: float, generator: np.random.Generator) -> int:
+    """Return a token drawn from softmax(logits / temperature), the likeliest one at 0."""
+    if temperature == 0:
+        return int(np.argmax(logits))
+    # The largest of scores with Gumbel noise is a draw from their softmax.
+    return int(np.argmax(logits / temperature + generator.gumbel(size=logits.shape)))

@@ -1,0 +1,292 @@
+"""The commands as a user meets them: exit codes, what is printed, what is left."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import olmo_jax.config
+from olmo_jax.cli import main
+from olmo_jax.launch import environment
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+TINY = {
+    "mesh": {"expert": 2},
+    "model": {
+        "num_layers": 2,
+        "num_dense_layers": 1,
+        "d_model": 16,
+        "vocab_size": 300,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "num_experts": 4,
+        "expert_hidden": 16,
+        "shared_hidden": 16,
+        "dense_hidden": 16,
+        "dtype": "float32",
+    },
+    "data": {"eval_fraction": 0.2},
+    "train": {
+        "steps": 4,
+        "global_batch": 4,
+        "microbatch": 1,
+        "sequence_length": 32,
+        "eval_every": 2,
+        "eval_batches": 2,
+        "record_expert_counts": True,
+    },
+    "optim": {"schedule": {"kind": "constant"}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of a small text, and a config of a small model on them."""
+    path = tmp_path_factory.mktemp("cli")
+    documents = [f"{i} squared is {i * i}, and cubed it is {i**3}." for i in range(400)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    (path / "text.jsonl").write_text(lines)
+    source = ["--input", str(path / "text.jsonl"), "--output", str(path / "tokens")]
+    assert main(["data", "tokenize", *source, "--vocab-size", "300"]) == 0
+    config: dict[str, Any] = {**TINY, "run_dir": str(path / "run")}
+    config["data"] = {**config["data"], "sources": [{"path": str(path / "tokens")}]}
+    (path / "tiny.yaml").write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a user's shell: nothing of the test run's own, a cache to share."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return {**own, "OLMO_JAX_CACHE": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A whole run of the command, to its end."""
+    command = [sys.executable, "-m", "olmo_jax.cli", "train", str(folder / "tiny.yaml")]
+    return subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test run has set the environment and imported jax already."""
+    monkeypatch.setattr(environment, "prepare", lambda *_, **__: ())
+
+
+def started(arguments: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "olmo_jax.cli", *arguments],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if words in line:
+            return
+    raise AssertionError(f"the command ended before it said {words!r}")
+
+
+def metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        yield json.loads(line)
+
+
+def test_check_answers_at_once_and_imports_no_jax() -> None:
+    code = (
+        "import sys; from olmo_jax.cli import main; "
+        f"code = main(['check', {QUICKSTART!r}]); sys.exit(code or 7 * ('jax' in sys.modules))"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    # Processor time: what a quiet machine takes.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    for words in ("parameters", "data=2 x expert=4", "tokens a step", "microbatch"):
+        assert words in done.stdout
+
+
+def test_check_warns_of_a_key_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", QUICKSTART, "optim.skip_window=64"]) == 0
+    assert "optim.skip_window=64 has no effect" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", QUICKSTART, "mesh.expert=3"], "mesh.expert=3 does not divide"),
+        (["check", "no/such.yaml"], "no/such.yaml cannot be read"),
+        (["train", QUICKSTART, "train.stepz=3"], "nearest known key is train.steps"),
+        (["train", QUICKSTART, "data.sources=[{path: no/data}]"], "there is no such folder"),
+        (["data", "show", QUICKSTART, "data.sources=[{path: no/data}]"], "no such folder"),
+        (["data", "tokenize", "--input", "no/text", "--output", "x"], "no such file"),
+        (["eval", "no/run"], "no/run holds no run"),
+        (["sample", "no/run", "text"], "no/run holds no run"),
+    ],
+)
+@pytest.mark.usefixtures("in_this_process")
+def test_a_users_mistake_is_one_message_and_exit_1(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("olmo-jax: ")
+    assert words in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["train"],
+        ["sample", "run", "text", "--tokens", "0"],
+        ["sample", "run", "text", "--temperature", "-1"],
+        ["sample", "run", "text", "--temperature", "nan"],
+        [
+            "data",
+            "tokenize",
+            "--input",
+            "a",
+            "--output",
+            "b",
+            "--vocab-size",
+            "9",
+            "--tokenizer",
+            "c",
+        ],
+    ],
+)
+def test_a_wrong_usage_is_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert "usage: olmo-jax" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_exit_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(olmo_jax.config, "load", interrupt)
+    assert main(["check", QUICKSTART]) == 130
+    assert capsys.readouterr().err == "olmo-jax: interrupted\n"
+
+
+def test_ctrl_c_while_compiling_leaves_at_once(folder: Path, variables: dict[str, str]) -> None:
+    where = f"run_dir={folder / 'interrupted'}"
+    process = started(["train", str(folder / "tiny.yaml"), where, "model.d_model=24"], variables)
+    wait_for(process, "compiling")
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors == "olmo-jax: interrupted\n"
+    assert not (folder / "interrupted" / "metrics.jsonl").exists()
+
+
+def test_train_leaves_the_run_folder_and_says_so(
+    folder: Path, trained: subprocess.CompletedProcess[str]
+) -> None:
+    assert trained.returncode == 0, trained.stderr
+    run_dir = folder / "run"
+    names = {path.name for path in run_dir.iterdir()}
+    assert names == {
+        *("config.yaml", "devices.txt", "metrics.jsonl", "report.png", "tokenizer.json"),
+        "checkpoints",
+    }
+    for words in ("2 CPU device(s) are emulated", "trained 4 steps", "checkpoints/step_4"):
+        assert words in trained.stdout
+    assert trained.stderr == ""
+    lines = list(metrics(run_dir))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    # Two routes for each real token.
+    assert sum(map(sum, lines[0]["expert_counts"])) == 2 * lines[0]["tokens"]
+    assert len((run_dir / "devices.txt").read_text().splitlines()) == 3
+
+
+@pytest.mark.usefixtures("trained")
+def test_the_resolved_config_trains_the_same_run(folder: Path) -> None:
+    config = olmo_jax.config.load(folder / "run" / "config.yaml")
+    assert config == olmo_jax.config.load(folder / "tiny.yaml")
+
+
+@pytest.mark.usefixtures("trained", "in_this_process")
+def test_a_used_run_folder_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(folder / "tiny.yaml")]) == 1
+    assert "holds a run already" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("trained", "in_this_process")
+def test_eval_gives_the_loss_that_training_ended_with(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(folder / "run")]) == 0
+    *_, last = metrics(folder / "run")
+    assert f"loss {last['eval_loss']:.4f}  " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("trained", "in_this_process")
+def test_eval_refuses_another_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(folder / "run"), "model.d_model=8"]) == 1
+    assert "weights fit only the model" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("trained", "in_this_process")
+def test_sample_continues_the_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for seed in ("1", "2"):
+        options = ["--tokens", "8", "--temperature", "1", "--seed", seed]
+        assert main(["sample", str(folder / "run"), "7 squared", *options]) == 0
+        said.append(capsys.readouterr().out)
+    assert all(text.startswith("7 squared") for text in said)
+    assert said[0] != said[1]
+
+
+def test_sigterm_ends_a_run_after_its_step_with_exit_0(
+    folder: Path, variables: dict[str, str]
+) -> None:
+    run_dir = folder / "stopped"
+    process = started(
+        ["train", str(folder / "tiny.yaml"), f"run_dir={run_dir}", "train.steps=1000000"], variables
+    )
+    wait_for(process, "step 1/")
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    steps = [line["step"] for line in metrics(run_dir)]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert f"stopped after step {steps[-1]} of 1000000" in output
+    assert f"checkpoints/step_{steps[-1]}" in output
+
+
+def test_data_show_prints_a_step_as_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "show", str(folder / "tiny.yaml"), "--step", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("step 2: sequences 4 to 7, 4 rows of 32 positions")
+    assert "squared is" in said

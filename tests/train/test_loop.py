@@ -1,0 +1,331 @@
+"""The loop with a program that computes nothing: order, cadence, files, stopping."""
+
+import io
+import json
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from olmo_jax.config import Config
+from olmo_jax.data.batch import Batch
+from olmo_jax.errors import UserError
+from olmo_jax.launch.stop import StopSignal
+from olmo_jax.mesh.devices import build_mesh
+from olmo_jax.train import run_folder
+from olmo_jax.train.loop import Recorder, Upcoming, run_steps, speed, summary, upcoming
+from olmo_jax.train.metrics import MetricsFile, read
+from olmo_jax.train.program import Program
+from olmo_jax.train.progress import StepProgress, duration, in_background
+from olmo_jax.train.state import State
+
+VALUES = {
+    "loss": 0.1,
+    "z_loss": 2.0,
+    "balance_loss": 1.5,
+    "router_z_loss": 0.25,
+    "grad_norm": 3.0,
+    "skipped": 0,
+    "drop_rate": 0.125,
+    "max_load": 1.75,
+    "tokens": 64,
+    "stop": 0,
+}
+KEYS = [
+    *("step", "tokens", "loss", "z_loss", "balance_loss", "router_z_loss", "grad_norm", "lr"),
+    *("skipped", "drop_rate", "max_load", "tokens_per_s", "step_time_s"),
+]
+STATE = State({}, {}, {}, {}, {}, np.int32(0))  # type: ignore[arg-type]
+NO_BATCH = Batch(*[np.zeros((1, 1), np.int32)] * 6)
+
+
+@dataclass
+class Deferred:
+    """A value that logs when it is read, as the loop would wait for a device then."""
+
+    value: float
+    log: list[tuple[Any, ...]]
+    name: str
+    delay_s: float = 0.0
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self.log.append(("read", self.name))
+        time.sleep(self.delay_s)
+        return np.asarray(self.value, np.float32)
+
+
+@dataclass(frozen=True)
+class IdleProgram(Program):
+    """Answers at once; `special` has the values of single steps that differ."""
+
+    special: dict[int, dict[str, Any]] = field(default_factory=dict)
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+    evaluation_s: float = 0.0
+
+    def place(self, batch: Any) -> Any:
+        return batch
+
+    def step(self, state: Any, batch: Any, lr: float, stop: bool = False) -> Any:
+        number = sum(entry[0] == "step" for entry in self.log) + 1
+        self.log.append(("step", number, stop))
+        values = {**VALUES, **self.special.get(number, {})}
+        # Read after the other values, whatever their order is.
+        values["loss"] = Deferred(values["loss"], self.log, f"step {number}")
+        return state, values
+
+    def evaluate(self, state: Any, batch: Any) -> Any:
+        self.log.append(("evaluate",))
+        return {
+            "ce_sum": Deferred(20.0, self.log, "evaluation", self.evaluation_s),
+            "counted": np.int32(10),
+        }
+
+
+@dataclass
+class Ran:
+    log: list[tuple[Any, ...]]
+    lines: list[dict[str, Any]]
+    shown: str
+    stop: StopSignal
+
+
+def config_of(steps: int, **train: Any) -> Config:
+    return Config.model_validate(
+        {
+            "train": {"steps": steps, "sequence_length": 8, **train},
+            "optim": {"lr": 1.0, "schedule": {"kind": "constant", "warmup": 4}},
+        }
+    )
+
+
+def run(
+    tmp_path: Path,
+    config: Config,
+    *,
+    special: dict[int, dict[str, Any]] | None = None,
+    held_out: int = 0,
+    signals: dict[int, int] | None = None,
+    evaluation_s: float = 0.0,
+) -> Ran:
+    """Run the loop; `signals` are sent to this process before the steps of these numbers."""
+    sizes = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "sequence": 1}
+    program = IdleProgram(config, build_mesh(sizes), special or {}, evaluation_s=evaluation_s)
+    shown = io.StringIO()
+
+    def steps():
+        for step in range(1, config.train.steps + 1):
+            if number := (signals or {}).get(step):
+                os.kill(os.getpid(), number)
+            yield Upcoming(step, NO_BATCH, 64 * step, 0.5)
+
+    path = tmp_path / "metrics.jsonl"
+    with (
+        MetricsFile(path) as file,
+        StepProgress(Console(file=shown), config.train.steps) as progress,
+        StopSignal() as stop,
+    ):
+        recorder = Recorder(config, file, progress)
+        run_steps(program, STATE, steps(), [NO_BATCH] * held_out, recorder, stop)
+    return Ran(program.log, read(path), shown.getvalue(), stop)
+
+
+def test_a_line_has_the_documented_keys_in_full_precision(tmp_path: Path) -> None:
+    ran = run(tmp_path, config_of(2))
+    assert list(ran.lines[0]) == KEYS
+    assert [line["step"] for line in ran.lines] == [1, 2]
+    assert [line["tokens"] for line in ran.lines] == [64, 128]
+    assert ran.lines[0]["loss"] == float(np.float32(0.1)) != 0.1
+    line = ran.lines[1]
+    assert line["tokens_per_s"] == pytest.approx(64 / line["step_time_s"])
+    assert line["lr"] == 0.5
+
+
+def test_a_step_is_read_after_the_next_one_is_dispatched(tmp_path: Path) -> None:
+    ran = run(tmp_path, config_of(3))
+    order = [entry[:2] for entry in ran.log]
+    assert order == [
+        ("step", 1),
+        ("step", 2),
+        ("read", "step 1"),
+        ("step", 3),
+        ("read", "step 2"),
+        ("read", "step 3"),
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_step_it_meets(tmp_path: Path, number: int) -> None:
+    ran = run(tmp_path, config_of(9, eval_every=4), signals={4: number}, held_out=1)
+    assert [line["step"] for line in ran.lines] == [1, 2, 3, 4]
+    assert ran.log[-3:] == [("step", 4, True), ("read", "step 3"), ("read", "step 4")]
+
+
+def test_a_stop_that_another_process_was_asked_for_ends_the_run(tmp_path: Path) -> None:
+    ran = run(tmp_path, config_of(9), special={3: {"stop": 1}})
+    assert not ran.stop.requested
+    # Step 4 was dispatched before step 3 could be read, here as in every other process.
+    assert [line["step"] for line in ran.lines] == [1, 2, 3, 4]
+
+
+def test_several_processes_wait_until_the_stop_has_reached_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config = config_of(9, eval_every=2)
+    ran = run(tmp_path, config, signals={2: signal.SIGTERM}, special={3: {"stop": 1}}, held_out=1)
+    # The others evaluate after step 2, so this one must.
+    assert ran.log.count(("evaluate",)) == 2
+    assert [entry for entry in ran.log if entry[0] == "step"] == [
+        ("step", 1, False),
+        ("step", 2, True),
+        ("step", 3, True),
+        ("step", 4, True),
+    ]
+
+
+def test_a_second_ctrl_c_interrupts() -> None:
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(("every", "expected"), [(2, [2, 4, 5]), (0, [5])])
+def test_evaluation_comes_every_so_often_and_at_the_end(
+    tmp_path: Path, every: int, expected: list[int]
+) -> None:
+    ran = run(tmp_path, config_of(5, eval_every=every), held_out=2)
+    evaluated = [line for line in ran.lines if "eval_loss" in line]
+    assert [line["step"] for line in evaluated] == expected
+    assert evaluated[0]["eval_loss"] == 2.0
+    assert evaluated[0]["eval_perplexity"] == pytest.approx(math.exp(2))
+    # Both batches, once the step is done and before the next one takes its state away.
+    read = ran.log.index(("read", f"step {expected[0]}"))
+    assert ran.log[read + 1 : read + 3] == [("evaluate",), ("evaluate",)]
+    assert ("step", expected[0] + 1, False) not in ran.log[:read]
+
+
+def test_without_held_out_documents_nothing_is_evaluated(tmp_path: Path) -> None:
+    ran = run(tmp_path, config_of(3))
+    assert not any("eval_loss" in line for line in ran.lines)
+
+
+def test_no_step_is_charged_for_an_evaluation(tmp_path: Path) -> None:
+    ran = run(tmp_path, config_of(4, eval_every=2), held_out=1, evaluation_s=0.3)
+    assert all(line["step_time_s"] < 0.2 for line in ran.lines)
+
+
+def test_a_bad_step_is_shown_and_written_as_nan(tmp_path: Path) -> None:
+    ran = run(tmp_path, config_of(3), special={2: {"loss": math.nan, "skipped": 1}})
+    assert math.isnan(ran.lines[1]["loss"])
+    assert [line["skipped"] for line in ran.lines] == [0, 1, 0]
+    assert "step 2: skipped, weights kept (loss nan" in ran.shown
+    assert "step 2/3  loss nan" in ran.shown
+
+
+def test_plain_lines_are_few_and_show_first_and_last(tmp_path: Path) -> None:
+    shown = run(tmp_path, config_of(100)).shown.splitlines()
+    assert len(shown) == 21
+    assert shown[0].startswith("step 1/100  loss 0.100  ")
+    assert shown[-1].startswith("step 100/100  ")
+    assert all("tokens/s" in line and line.endswith(" left") for line in shown)
+
+
+def test_routing_that_is_not_learned_is_labelled(tmp_path: Path) -> None:
+    config = Config.model_validate({"model": {"router": {"assignment": "random"}}})
+    lines = run(tmp_path, config.model_copy(update={"train": config_of(1).train})).lines
+    assert lines[0]["assignment"] == "random"
+
+
+def test_expert_counts_are_written_when_the_step_has_them(tmp_path: Path) -> None:
+    counts = np.array([[1, 2], [3, 4]])
+    lines = run(tmp_path, config_of(1), special={1: {"expert_counts": counts}}).lines
+    assert lines[0]["expert_counts"] == [[1, 2], [3, 4]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Stands for a corpus whose first batch has four padded positions."""
+
+    def batches(self, consumed: int, global_batch: int, rows: Any) -> Any:
+        for step in range(1000):
+            real = np.ones((global_batch, 8), bool)
+            real[0, 4:] = step > 0
+            yield NO_BATCH._replace(real=real)
+
+
+def test_learning_rate_and_tokens_count_real_positions_from_step_one() -> None:
+    # The type of the corpus is checked at the call, so the function beneath the check is taken.
+    steps = list(getattr(upcoming, "__wrapped__", upcoming)(config_of(6, global_batch=2), Rows()))
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert [step.tokens for step in steps] == [12, 28, 44, 60, 76, 92]
+    assert [step.lr for step in steps] == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match=r"holds a run already .* another run_dir"):
+        run_folder.refuse_used(tmp_path)
+    run_folder.refuse_used(tmp_path / "new")
+
+
+def test_a_run_folder_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = Config(run_dir=str(tmp_path / "file" / "run"))
+    with pytest.raises(UserError, match="cannot be written"):
+        run_folder.create(config, "table", None)
+
+
+def test_a_half_written_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2 is no JSON"):
+        read(path)
+
+
+def test_the_summary_says_what_came_out_and_what_was_written(tmp_path: Path) -> None:
+    lines = run(tmp_path, config_of(4), held_out=1, special={4: {"loss": 0.05}}).lines
+    text = "\n".join(summary(config_of(4), lines, 75.0, tmp_path))
+    assert "trained 4 steps: 256 tokens in 1 min 15 s" in text
+    assert "0.1000 -> 0.0500, eval 2.0000" in text
+    assert "metrics.jsonl" in text
+    early = "\n".join(summary(config_of(9), lines, 75.0, tmp_path))
+    assert "stopped after step 4 of 9" in early
+
+
+def test_speed_leaves_the_first_step_out() -> None:
+    lines = [{"tokens_per_s": 1.0, "step_time_s": 100.0}, {"tokens_per_s": 500.0, "step_time_s": 2}]
+    assert speed(config_of(2), lines).startswith("500 tokens/s, ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.7, "1 min 00 s"), (185.0, "3 min 05 s"), (3720.0, "1 h 02 min")],
+)
+def test_a_duration_is_read_at_a_glance(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_what_fails_in_the_background_fails_in_front() -> None:
+    def fail() -> None:
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        in_background(fail)
+
+
+def test_a_written_line_is_there_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        file.write({"step": 1})
+        assert json.loads(path.read_text()) == {"step": 1}
