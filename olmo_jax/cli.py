@@ -136,12 +136,13 @@ def check(given: argparse.Namespace) -> None:
 
 
 def train(given: argparse.Namespace) -> None:
-    from olmo_jax.config import load, without_effect
+    from olmo_jax.config import load
     from olmo_jax.launch import environment
     from olmo_jax.mesh.axes import num_devices_wanted
+    from olmo_jax.plan.summary import warnings
 
     config = load(given.config, given.overrides)
-    warn(without_effect(config))
+    warn(warnings(config))
     warn(
         environment.prepare(
             num_devices_wanted(config.mesh), deterministic=config.train.deterministic

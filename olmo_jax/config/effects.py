@@ -191,7 +191,9 @@ IDLE: tuple[Idle, ...] = (
         ),
         "there is no warm-up",
     ),
-    Idle(("train.eval_batches",), lambda c: c.train.eval_every == 0, "train.eval_every=0"),
+    Idle(
+        ("train.eval_batches",), lambda c: c.data.eval_fraction == 0, "data.eval_fraction=0"
+    ),
 )
 
 

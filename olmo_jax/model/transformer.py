@@ -47,7 +47,8 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int32[Array, "B L"]) -> Float[Array, "B L D"]:
         x = embed(self.weight[...], tokens, jnp.dtype(self.model.dtype))
-        x = x * jnp.asarray(self.model.embedding_multiplier, x.dtype)
+        # In FP32: sqrt(d_model) itself would be rounded to the compute dtype.
+        x = (x.astype(jnp.float32) * self.model.embedding_multiplier).astype(x.dtype)
         return x if self.norm is None else self.norm(x)
 
 

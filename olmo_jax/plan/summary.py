@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from olmo_jax.config import Config, with_mesh, without_effect
+from olmo_jax.config.records import OptimConfig
 from olmo_jax.mesh.axes import DENSE_DATA_AXES, num_devices_wanted, resolve
-from olmo_jax.plan.flops import flops_per_token
-from olmo_jax.plan.parameters import active_parameters, total_parameters
+from olmo_jax.plan.flops import step_flops
+from olmo_jax.plan.parameters import active_parameters, parameter_shapes, total_parameters
+from olmo_jax.plan.static_sizes import num_microbatches
 
 
 def amount(number: int | float) -> str:
@@ -26,8 +29,20 @@ def summary(config: Config) -> str:
     lines = ["valid", *facts(with_mesh(config, sizes), sizes)]
     if -1 in dict(config.mesh).values():
         lines.append(f"  note        an axis of -1 was taken as for {math.prod(sizes.values())}")
-    lines += [f"  warning     {text}" for text in without_effect(config)]
+    lines += [f"  warning     {text}" for text in warnings(config)]
     return "\n".join(lines)
+
+
+def warnings(config: Config) -> list[str]:
+    """Return a text for each key, and each glob of optim.no_decay, that has no effect."""
+    names = parameter_shapes(config.model)
+    return without_effect(config) + [
+        f"optim.no_decay has {pattern!r}, which matches no parameter of this model, such as "
+        f"{next(reversed(names))!r}; mend it or leave it out"
+        for pattern in config.optim.no_decay
+        if pattern not in OptimConfig().no_decay
+        and not any(fnmatchcase(name, pattern) for name in names)
+    ]
 
 
 def facts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
@@ -38,17 +53,25 @@ def facts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     used = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
     yield f"  mesh        {math.prod(sizes.values())} devices{used and ': '}{used}"
     ranks = math.prod(sizes[axis] for axis in DENSE_DATA_AXES)
-    microbatches = train.global_batch // (ranks * train.microbatch)
+    microbatches = num_microbatches(train, sizes)
     tokens = train.global_batch * train.sequence_length
     yield f"  batch       {train.global_batch} x {train.sequence_length} = {tokens:,} tokens a step"
     yield (
         f"  microbatch  {microbatches} a step, each of {train.microbatch} sequence(s) on each of "
         f"{ranks} data ranks"
     )
-    flops = flops_per_token(model, train.sequence_length) * tokens
+    yield f"  run         {train.steps} steps = {amount(train.steps * tokens)} tokens"
+    useful, executed = (
+        sum(part.total for part in step_flops(config, sizes, executed=executed).values())
+        for executed in (False, True)
+    )
     yield (
-        f"  run         {train.steps} steps = {amount(train.steps * tokens)} tokens, "
-        f"{amount(flops)}FLOP a step"
+        f"  FLOPs       {amount(useful)} useful a step and device, {executed / useful:.2f} times "
+        "that executed by the CPU backends"
+    )
+    yield (
+        "              (2mkn a product, twice that backward; allowed query-key pairs, top_k "
+        "experts; no lookup, no recompute)"
     )
 
 

@@ -101,7 +101,7 @@ def train(config: Config) -> None:
 
     started = time.perf_counter()
     with waiting(console, "compiling the step"):
-        in_background(program.compile)
+        in_background(partial(program.compile, evaluation=bool(held_out)))
         state = program.init()
     say(console, f"compiled in {duration(time.perf_counter() - started)}")
 

@@ -14,6 +14,7 @@ from olmo_jax.config.records import Config
 from olmo_jax.data.batch import Batch
 from olmo_jax.mesh.axes import DENSE_DATA_AXES
 from olmo_jax.mesh.rules import BATCH, DEVICES, REPLICATED, ROWS
+from olmo_jax.plan.static_sizes import num_microbatches
 from olmo_jax.train.state import Layout, State, first_state, shardings
 from olmo_jax.train.step import Metrics, evaluation_step, train_step
 
@@ -46,8 +47,7 @@ class Program:
     @property
     def num_microbatches(self) -> int:
         """Return the microbatches of one step."""
-        train = self.config.train
-        return train.global_batch // (train.microbatch * self.num_data_ranks)
+        return num_microbatches(self.config.train, self.mesh.shape)
 
     @cached_property
     def specs(self) -> State:
@@ -107,9 +107,11 @@ class Program:
         """Return the compiled step."""
         return self.jitted.lower(*self.abstract_arguments()).compile()
 
-    def compile(self) -> None:
-        """Compile the step now."""
+    def compile(self, *, evaluation: bool = False) -> None:
+        """Compile the step now, and the evaluation if it will be asked for."""
         _ = self.compiled
+        if evaluation:
+            _ = self._evaluation
 
     def step(
         self, state: State, batch: Batch, lr: float, stop: bool = False
@@ -121,14 +123,14 @@ class Program:
 
     @cached_property
     def _evaluation(self) -> Any:
-        return jax.jit(
-            jax.shard_map(
-                partial(evaluation_step, self.layout),
-                mesh=self.mesh,
-                in_specs=(self.specs.weights, self.specs.router_bias, BATCH_SPECS),
-                out_specs=REPLICATED,
-            )
+        mapped = jax.shard_map(
+            partial(evaluation_step, self.layout),
+            mesh=self.mesh,
+            in_specs=(self.specs.weights, self.specs.router_bias, BATCH_SPECS),
+            out_specs=REPLICATED,
         )
+        state, batch, *_ = self.abstract_arguments()
+        return jax.jit(mapped).lower(state.weights, state.router_bias, batch).compile()
 
     def evaluate(self, state: State, batch: Batch) -> Metrics:
         """Return `ce_sum` and `counted` of a placed batch; the state is only read."""

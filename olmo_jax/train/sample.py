@@ -14,7 +14,7 @@ from olmo_jax.config.records import ModelConfig
 from olmo_jax.data.tokenize import find_eos
 from olmo_jax.errors import UserError
 from olmo_jax.model import apply
-from olmo_jax.model.transformer import initialise
+from olmo_jax.model.transformer import Params, initialise
 from olmo_jax.train import run_folder
 
 LENGTH_UNIT = 64
@@ -39,11 +39,11 @@ def sample(run_dir: Path, text: str, *, num_tokens: int, temperature: float, see
     params = restored(run_dir, config.model)
 
     @jax.jit
-    def compiled(tokens: jax.Array, position: jax.Array) -> jax.Array:
-        return apply(config.model, params, tokens[None])[0, position]
+    def compiled(weights: Params, tokens: jax.Array, position: jax.Array) -> jax.Array:
+        return apply(config.model, weights, tokens[None])[0, position]
 
     def next_logits(tokens: np.ndarray, position: int) -> np.ndarray:
-        logits = compiled(jnp.asarray(tokens), jnp.asarray(position))
+        logits = compiled(params, jnp.asarray(tokens), jnp.asarray(position))
         return np.asarray(logits)[: tokenizer.get_vocab_size()]
 
     choose = partial(pick, temperature=temperature, generator=np.random.default_rng(seed))

@@ -92,7 +92,7 @@ CASES = [
         "optim.schedule.warmup",
         "optim.schedule.kind",
     ),
-    (["train.eval_batches=2"], "train.eval_batches", "train.eval_every=0"),
+    (["train.eval_batches=2"], "train.eval_batches", "data.eval_fraction=0"),
 ]
 
 

@@ -78,12 +78,12 @@ def gated(x, up_gate, down):
 
 def routed(model, w, x):
     """Pass token t through experts t, t + 1, ...: one product per expert over its own rows."""
-    shares = jax.nn.softmax(x @ w["router.weight"].T)
-    out = gated(x, w["shared.up_gate"], w["shared.down"]) if model.shared_hidden else 0.0
+    shares = jax.nn.softmax(x @ w["moe.router.weight"].T)
+    out = gated(x, w["moe.shared.up_gate"], w["moe.shared.down"]) if model.shared_hidden else 0.0
     for expert in range(model.num_experts):
         offsets = (expert - np.arange(x.shape[0])) % model.num_experts
         rows = np.flatnonzero(offsets < model.top_k)
-        y = gated(x[rows], w["experts.up_gate"][expert], w["experts.down"][expert])
+        y = gated(x[rows], w["moe.experts.up_gate"][expert], w["moe.experts.down"][expert])
         out += jnp.zeros_like(x).at[rows].set(y * shares[rows, expert, None])
     return out
 
