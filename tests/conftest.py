@@ -1,10 +1,49 @@
 """Eight emulated devices, one compilation cache, exact matrix products: set before jax is imported."""
 
 import os
+from importlib.metadata import version
+from pathlib import Path
 
+import pytest
+
+_FLAGS = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
+    # Tests compile much and run little. Without the fusion emitters, which newer versions always
+    # use, and without LLVM's passes a step compiles in a fifth of the time.
+    "--xla_backend_optimization_level=0",
+    *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
+]
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8"
-    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-    " --xla_cpu_collective_call_warn_stuck_timeout_seconds=600"
-)
+os.environ["XLA_FLAGS"] = " ".join(_FLAGS)
+os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parents[1] / ".jax_cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
+def pytest_configure(config):
+    # Two workers share the cache: a file that the other one is still writing is a miss.
+    config.addinivalue_line(
+        "filterwarnings", "ignore:Error reading persistent compilation cache:UserWarning"
+    )
+
+
+@pytest.fixture(scope="session")
+def mesh_of():
+    """Return a function from axis sizes (1 where not given) to the mesh of all five axes."""
+    from olmo_jax.mesh.axes import AXES
+    from olmo_jax.mesh.devices import build_mesh
+
+    return lambda **sizes: build_mesh(dict.fromkeys(AXES, 1) | sizes)
+
+
+@pytest.fixture(scope="session")
+def program_of():
+    """Return a function from a config to its program, each built and compiled once a session."""
+    from functools import cache
+
+    from olmo_jax.mesh.devices import build_mesh
+    from olmo_jax.train.program import build
+
+    return cache(lambda config: build(config, build_mesh(dict(config.mesh))))

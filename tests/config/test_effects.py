@@ -116,7 +116,7 @@ def test_key_without_effect_is_named(overrides, key, reason):
         ["model.router.normalize=null", "model.router.restore_weight_scale=false"],
         ["optim.skip_sigma=6", "optim.skip_window=64"],
         ["optim.schedule={kind: constant, horizon: 50, warmup_fraction: 0.1, warmup_start: 0.5}"],
-        ["train.eval_every=5", "train.eval_batches=2"],
+        ["train.eval_every=5", "train.eval_batches=2", "data.eval_fraction=0.1"],
     ],
 )
 def test_keys_that_are_read_do_not_warn(overrides):
