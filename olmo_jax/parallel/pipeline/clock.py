@@ -1,0 +1,56 @@
+"""A schedule on a clock where a forward takes 1 unit and a backward 2: bubble, live activations.
+
+The report calls these units slots; here a slot is a place for residuals.
+"""
+
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from olmo_jax.parallel.pipeline.schedule import Schedule, ticks_of
+
+FORWARD_UNITS = 1
+BACKWARD_UNITS = 2
+
+
+class Timeline(NamedTuple):
+    """When each op starts, and when the last one ends. Units: a forward."""
+
+    forward: Int[np.ndarray, "stages microbatches"]
+    backward: Int[np.ndarray, "stages microbatches"]
+    length: int
+
+
+def timeline(schedule: Schedule) -> Timeline:
+    """Return the starts of all ops.
+
+    A lock-step tick takes as long as what any rank does in it: 1 in warm-up, 2 in cool-down, 3
+    between.
+    """
+    forward = ticks_of(schedule, schedule.forward)
+    backward = ticks_of(schedule, schedule.backward)
+    if not schedule.lockstep:
+        return Timeline(forward, backward, schedule.num_ticks)
+    forward_units = FORWARD_UNITS * schedule.forward.valid.any(axis=1)
+    units = forward_units + BACKWARD_UNITS * schedule.backward.valid.any(axis=1)
+    starts = np.cumsum(units) - units
+    return Timeline(starts[forward], (starts + forward_units)[backward], int(units.sum()))
+
+
+def bubble(schedule: Schedule) -> Fraction:
+    """Return the part of the time in which a rank has nothing to do, the same for every rank."""
+    busy = (FORWARD_UNITS + BACKWARD_UNITS) * schedule.chunks * schedule.microbatches
+    return 1 - Fraction(busy, timeline(schedule).length)
+
+
+def live(schedule: Schedule) -> Int[np.ndarray, "ticks ranks"]:
+    """Return how many chunk activations each rank holds after the forward of each tick."""
+    forwards, backwards = schedule.forward.valid, schedule.backward.valid
+    return np.cumsum(forwards, axis=0) - (np.cumsum(backwards, axis=0) - backwards)
+
+
+def peak_live(schedule: Schedule) -> Int[np.ndarray, "ranks"]:
+    """Return the most chunk activations that each rank ever holds."""
+    return live(schedule).max(axis=0)

@@ -1,0 +1,83 @@
+"""The schedules by name: GPipe, 1F1B and interleaved 1F1B in lock-step ticks, and 1F1B on a V.
+
+With the loop placement a microbatch moves on by one stage a tick, so two formulas give all:
+microbatches enter in groups of P, and a group is done with a stage's rank every P*V ticks.
+"""
+
+import numpy as np
+from jaxtyping import Int
+
+from olmo_jax.errors import UserError
+from olmo_jax.parallel.pipeline.schedule import Schedule, from_ticks, require_counts
+from olmo_jax.parallel.pipeline.v_shape import one_f_one_b_v
+
+
+def _require_groups(ranks: int, microbatches: int) -> None:
+    """Check that microbatches come in groups of `ranks`.
+
+    Raises: UserError with the nearest numbers that do.
+    """
+    below = microbatches - microbatches % ranks
+    if below != microbatches:
+        choices = " or ".join(str(n) for n in (below, below + ranks) if n)
+        raise UserError(
+            f"microbatches={microbatches} is no multiple of ranks={ranks}, and they enter the "
+            f"pipeline in groups of {ranks}; use microbatches={choices}"
+        )
+
+
+def _entries(ranks: int, chunks: int, microbatches: int) -> Int[np.ndarray, "stages microbatches"]:
+    """Return how long after the first microbatch each one reaches the k-th stage of its way."""
+    group, place = np.divmod(np.arange(microbatches), ranks)
+    return group * ranks * chunks + place + np.arange(ranks * chunks)[:, None]
+
+
+def interleaved(
+    ranks: int, chunks: int, microbatches: int, *, name: str = "interleaved"
+) -> Schedule:
+    """Return interleaved 1F1B: a backward begins in the tick of the last stage's forward.
+
+    Source: olmo_core 3.0.0, train/train_module/transformer/pipeline/pipeline_schedule.py
+        (CustomScheduleInterleaved1F1B).
+    Differs: any number of chunks (there 2); microbatches must be a multiple of ranks.
+    """
+    require_counts(ranks, chunks, microbatches)
+    _require_groups(ranks, microbatches)
+    entries = _entries(ranks, chunks, microbatches)
+    backward = ranks * chunks - 1 + entries[::-1]
+    return from_ticks(name, "loop", ranks, entries, backward, lockstep=True)
+
+
+def one_f_one_b(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    """Return 1F1B, which is the interleaved schedule of one chunk a rank.
+
+    Raises: UserError for more than one chunk.
+    Differs: from PyTorch's 1F1B, where rank r holds P-r microbatches. In lock-step ticks it
+        holds 2(P-r)-1, in the same time.
+    """
+    if chunks > 1:
+        raise UserError(
+            f"chunks={chunks}, but 1f1b runs 1 chunk a rank; use chunks=1, or interleaved"
+        )
+    return interleaved(ranks, chunks, microbatches, name="1f1b")
+
+
+def gpipe(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    """Return GPipe: all forwards, then all backwards, both in order of microbatches.
+
+    The gradients of all losses are held from the one to the other; in 1F1B none is.
+    """
+    require_counts(ranks, chunks, microbatches)
+    _require_groups(ranks, microbatches)
+    entries = _entries(ranks, chunks, microbatches)
+    backward = entries.max() + 1 + entries[::-1]
+    return from_ticks("gpipe", "loop", ranks, entries, backward, lockstep=True)
+
+
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "v": one_f_one_b_v,
+}
+"""Functions of (ranks, chunks, microbatches)."""

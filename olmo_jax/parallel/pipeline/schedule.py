@@ -1,0 +1,164 @@
+"""A pipeline schedule as plain NumPy tables: what each rank runs in each tick. No jax."""
+
+import heapq
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32
+
+from olmo_jax.errors import UserError
+
+Placement = Literal["loop", "v"]
+"""loop: stage c*P + r is chunk c of rank r. v: stages r and 2P-1-r are chunks 0 and 1 of rank r."""
+
+
+class Ops(NamedTuple):
+    """At most one forward (or backward) per tick and rank; where `valid` is false all else is 0."""
+
+    valid: Bool[np.ndarray, "ticks ranks"]
+    chunk: Int32[np.ndarray, "ticks ranks"]
+    microbatch: Int32[np.ndarray, "ticks ranks"]
+    slot: Int32[np.ndarray, "ticks ranks"]
+    """Where the residuals lie: written by the forward, free again after the backward."""
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """One optimizer step of a pipeline.
+
+    If `lockstep`, a tick is one forward and then one backward chunk on every rank, and a tensor
+    that is sent arrives for the next tick. Otherwise a tick is one unit of time: a forward takes
+    1 tick, a backward 2 (its row is the first), and a rank does one thing at a time.
+    """
+
+    name: str
+    placement: Placement
+    lockstep: bool
+    ranks: int
+    chunks: int
+    microbatches: int
+    num_slots: int
+    forward: Ops
+    backward: Ops
+
+    @property
+    def num_stages(self) -> int:
+        return self.ranks * self.chunks
+
+    @property
+    def num_ticks(self) -> int:
+        return len(self.forward.valid)
+
+
+def require_counts(ranks: int, chunks: int, microbatches: int) -> None:
+    """Check that every count is positive.
+
+    Raises: UserError, naming the first that is not.
+    """
+    counts = {"ranks": ranks, "chunks": chunks, "microbatches": microbatches}
+    for name, count in counts.items():
+        if count < 1:
+            raise UserError(f"{name}={count}, but a pipeline needs 1 or more; use {name}=1")
+
+
+def stages_of(placement: Placement, ranks: int, chunks: int) -> Int[np.ndarray, "ranks chunks"]:
+    """Return the stage that each rank runs as each of its chunks.
+
+    Raises: UserError for the v placement with other than two chunks.
+    Source: olmo_core 3.0.0, train/train_module/transformer/pipeline/helpers.py.
+    """
+    if placement == "loop":
+        return np.arange(chunks * ranks).reshape(chunks, ranks).T
+    if chunks != 2:
+        raise UserError(
+            f"chunks={chunks}, but the v placement gives rank r the stages r and "
+            f"{2 * ranks - 1} - r, 2 chunks each; use chunks=2, or the interleaved schedule"
+        )
+    first = np.arange(ranks)
+    return np.stack([first, 2 * ranks - 1 - first], axis=1)
+
+
+def ranks_of(placement: Placement, ranks: int, chunks: int) -> Int[np.ndarray, "stages"]:
+    """Return the rank of each stage."""
+    return np.argsort(stages_of(placement, ranks, chunks), axis=None) // chunks
+
+
+def from_ticks(
+    name: str,
+    placement: Placement,
+    ranks: int,
+    forward: Int[np.ndarray, "stages microbatches"],
+    backward: Int[np.ndarray, "stages microbatches"],
+    *,
+    lockstep: bool,
+) -> Schedule:
+    """Return the schedule that runs each op in the tick given for it, and allot its slots."""
+    num_stages, microbatches = forward.shape
+    chunks = num_stages // ranks
+    stages = stages_of(placement, ranks, chunks)
+    num_ticks = int(backward.max()) + (1 if lockstep else 2)
+    starts, ends = forward[stages], backward[stages]
+    slots = np.stack([_slots(*lives) for lives in zip(starts, ends, strict=True)])
+    return Schedule(
+        name=name,
+        placement=placement,
+        lockstep=lockstep,
+        ranks=ranks,
+        chunks=chunks,
+        microbatches=microbatches,
+        num_slots=int(slots.max()) + 1,
+        forward=_ops(num_ticks, starts, slots),
+        backward=_ops(num_ticks, ends, slots),
+    )
+
+
+def _slots(
+    starts: Int[np.ndarray, "chunks microbatches"], ends: Int[np.ndarray, "chunks microbatches"]
+) -> Int[np.ndarray, "chunks microbatches"]:
+    """Return the lowest slot that is free, for lives of one rank, both ticks included.
+
+    Taken in order of their starts, intervals need no more slots than are ever alive at once.
+    """
+    slots = np.zeros(starts.size, np.int64)
+    alive: list[tuple[int, int]] = []
+    free: list[int] = []
+    for op in np.argsort(starts, axis=None):
+        while alive and alive[0][0] < starts.flat[op]:
+            heapq.heappush(free, heapq.heappop(alive)[1])
+        slots[op] = heapq.heappop(free) if free else len(alive)
+        heapq.heappush(alive, (int(ends.flat[op]), int(slots[op])))
+    return slots.reshape(starts.shape)
+
+
+def _ops(
+    num_ticks: int,
+    ticks: Int[np.ndarray, "ranks chunks microbatches"],
+    slots: Int[np.ndarray, "ranks chunks microbatches"],
+) -> Ops:
+    rank, chunk, microbatch = np.indices(ticks.shape)
+    shape = (num_ticks, len(ticks))
+    ops = Ops(np.zeros(shape, np.bool_), *(np.zeros(shape, np.int32) for _ in range(3)))
+    for table, values in zip(ops, (True, chunk, microbatch, slots), strict=True):
+        table[ticks, rank] = values
+    return ops
+
+
+def ticks_of(schedule: Schedule, ops: Ops) -> Int[np.ndarray, "stages microbatches"]:
+    """Return the tick in which each stage runs each microbatch, -1 where it never does."""
+    stages = stages_of(schedule.placement, schedule.ranks, schedule.chunks)
+    ticks = np.full((schedule.num_stages, schedule.microbatches), -1)
+    tick, rank = np.nonzero(ops.valid)
+    ticks[stages[rank, ops.chunk[tick, rank]], ops.microbatch[tick, rank]] = tick
+    return ticks
+
+
+def refusal(schedule: Schedule) -> str | None:
+    """Return why an executor of lock-step ticks cannot run the schedule, None if it can."""
+    if schedule.lockstep:
+        return None
+    return (
+        f"the {schedule.name} schedule cannot be executed: its rows are units of time (a forward "
+        "takes 1, a backward 2), and the executor runs ticks in which every rank does one forward "
+        "and one backward; use interleaved, 1f1b or gpipe"
+    )

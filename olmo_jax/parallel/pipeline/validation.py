@@ -1,0 +1,175 @@
+"""One check for every schedule: each op once, after its inputs, in a slot of its own."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from olmo_jax.parallel.pipeline.clock import BACKWARD_UNITS, FORWARD_UNITS
+from olmo_jax.parallel.pipeline.schedule import Schedule, ranks_of, stages_of
+
+
+class _Op(NamedTuple):
+    """One entry of a table, as messages name it."""
+
+    tick: int
+    kind: str
+    rank: int
+    stage: int
+    microbatch: int
+    slot: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}(stage {self.stage}, microbatch {self.microbatch}) "
+            f"in tick {self.tick} on rank {self.rank}"
+        )
+
+
+_Found = dict[tuple[str, int, int], _Op]
+"""Ops by kind, stage and microbatch."""
+
+
+class _Need(NamedTuple):
+    """An op comes `least` to `most` ticks after `kind` of the stage that is `offset` away."""
+
+    kind: str
+    offset: int
+    least: int
+    most: int
+
+
+def validate(schedule: Schedule) -> Schedule:
+    """Return the schedule if it can be run as it says.
+
+    Raises: ValueError that names the op, its tick and its rank.
+    """
+    for message in _faults(schedule):
+        raise ValueError(f"{schedule.name} schedule: {message}")
+    return schedule
+
+
+def _faults(schedule: Schedule) -> Iterator[str]:
+    """Yield what is wrong; each check may rely on those before it."""
+    yield from _shape_faults(schedule)
+    yield from _range_faults(schedule)
+    ops = _in_order(schedule)
+    yield from _count_faults(schedule, ops)
+    yield from _overlaps(schedule, ops)
+    yield from _input_faults(schedule, {(op.kind, op.stage, op.microbatch): op for op in ops})
+    yield from _slot_faults(schedule, ops)
+
+
+def _shape_faults(schedule: Schedule) -> Iterator[str]:
+    sizes = (schedule.ranks, schedule.chunks, schedule.microbatches, schedule.num_ticks)
+    if min(sizes) < 1:
+        yield f"ranks, chunks, microbatches and ticks are {sizes}, but each must be 1 or more"
+    if schedule.placement == "v" and schedule.chunks != 2:
+        yield f"chunks={schedule.chunks}, but the v placement has 2 a rank"
+    shape = (schedule.num_ticks, schedule.ranks)
+    for kind, ops in (("F", schedule.forward), ("B", schedule.backward)):
+        for name, table in ops._asdict().items():
+            dtype = np.dtype(np.bool_ if name == "valid" else np.int32)
+            if table.shape != shape or table.dtype != dtype:
+                given = f"{table.dtype}{list(table.shape)}"
+                yield f"{kind} {name} is {given}, but must be {dtype}{list(shape)}"
+
+
+def _range_faults(schedule: Schedule) -> Iterator[str]:
+    """Numbers must be able to index, those of idle entries too."""
+    ends = {
+        "chunk": schedule.chunks,
+        "microbatch": schedule.microbatches,
+        "slot": schedule.num_slots,
+    }
+    for kind, ops in (("F", schedule.forward), ("B", schedule.backward)):
+        for name, end in ends.items():
+            table = getattr(ops, name)
+            wrong = (table < 0) | (table >= np.where(ops.valid, end, 1))
+            for tick, rank in np.argwhere(wrong).tolist():
+                rule = f"0 to {end - 1}" if ops.valid[tick, rank] else "0, as it is idle"
+                given = f"{name} {table[tick, rank]}"
+                yield f"{kind} in tick {tick} on rank {rank} has {given}, but must have {rule}"
+
+
+def _in_order(schedule: Schedule) -> list[_Op]:
+    """Return all ops by tick, forwards first."""
+    stages = stages_of(schedule.placement, schedule.ranks, schedule.chunks)
+    ops = []
+    for kind, tables in (("F", schedule.forward), ("B", schedule.backward)):
+        for tick, rank in np.argwhere(tables.valid).tolist():
+            chunk, microbatch, slot = (int(table[tick, rank]) for table in tables[1:])
+            ops.append(_Op(tick, kind, rank, int(stages[rank, chunk]), microbatch, slot))
+    return sorted(ops, key=lambda op: (op.tick, op.kind == "B"))
+
+
+def _count_faults(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
+    """Each stage must run each microbatch once; a table can only name stages of its rank."""
+    found: _Found = {}
+    for op in ops:
+        first = found.setdefault((op.kind, op.stage, op.microbatch), op)
+        if first is not op:
+            yield f"{op} runs a second time, but ran in tick {first.tick}"
+    ranks = ranks_of(schedule.placement, schedule.ranks, schedule.chunks)
+    for kind, stage, microbatch in np.ndindex(2, schedule.num_stages, schedule.microbatches):
+        if ("FB"[kind], stage, microbatch) not in found:
+            op = f"{'FB'[kind]}(stage {stage}, microbatch {microbatch})"
+            yield f"{op} is missing: it runs in no tick on rank {ranks[stage]}"
+
+
+def _overlaps(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
+    """Where ticks are units of time, a rank does one thing at a time."""
+    if schedule.lockstep:
+        return
+    taken: dict[tuple[int, int], _Op] = {}
+    for op in ops:
+        units = FORWARD_UNITS if op.kind == "F" else BACKWARD_UNITS
+        if op.tick + units > schedule.num_ticks:
+            yield f"{op} takes {units} ticks, but there are only {schedule.num_ticks}"
+        for tick in range(op.tick, op.tick + units):
+            other = taken.setdefault((tick, op.rank), op)
+            if other is not op:
+                yield f"{op} overlaps {other}"
+
+
+def _needs(schedule: Schedule) -> dict[str, list[_Need]]:
+    """Return what forwards and backwards need.
+
+    A lock-step tick runs its forward first, so a backward may use residuals of the same tick.
+    What a neighbour sends has one place to arrive at, which every tick overwrites: it is used
+    in the next tick or lost.
+    """
+    ever = schedule.num_ticks
+    if schedule.lockstep:
+        return {"F": [_Need("F", -1, 1, 1)], "B": [_Need("B", 1, 1, 1), _Need("F", 0, 0, ever)]}
+    own, after = _Need("F", 0, FORWARD_UNITS, ever), _Need("B", 1, BACKWARD_UNITS, ever)
+    return {"F": [_Need("F", -1, FORWARD_UNITS, ever)], "B": [after, own]}
+
+
+def _input_faults(schedule: Schedule, found: _Found) -> Iterator[str]:
+    needs = _needs(schedule)
+    for op in found.values():
+        for kind, offset, least, most in needs[op.kind]:
+            source = found.get((kind, op.stage + offset, op.microbatch))
+            if source and not least <= op.tick - source.tick <= most:
+                rule = "1 tick" if least == most == 1 else f"{least} or more ticks"
+                yield f"{op} must come {rule} after its input, {source}"
+
+
+def _slot_faults(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
+    """A slot must hold one activation from its forward to its backward, and none be spare."""
+    held: dict[tuple[int, int], _Op] = {}
+    live, peak = Counter[int](), 0
+    for op in ops:
+        holder = held.pop((op.rank, op.slot), None)
+        if op.kind == "F":
+            held[op.rank, op.slot] = op
+            if holder:
+                yield f"{op} takes slot {op.slot}, which holds {holder}"
+        elif not holder or (holder.stage, holder.microbatch) != (op.stage, op.microbatch):
+            yield f"{op} reads slot {op.slot}, which holds {holder or 'nothing'}"
+        live[op.rank] += 1 if op.kind == "F" else -1
+        peak = max(peak, live[op.rank])
+    if peak != schedule.num_slots:
+        yield f"num_slots={schedule.num_slots}, but at most {peak} are in use on any rank"
