@@ -189,8 +189,9 @@ def _tiles_outer(tiling: Tiling, rows: Array, gradient: Array, group_sizes: Arra
             _as_float(jnp.where(owned.T if transpose else owned, left, 0), rows),
             _as_float(jnp.where(owned, right, 0), gradient),
         )
-        product += lax.dynamic_index_in_dim(total, visit.group, 0, False)
-        return lax.dynamic_update_index_in_dim(total, product, visit.group, 0), None
+        # A slice of one group, added before it is reshaped, lets XLA:CPU add in place.
+        product = lax.dynamic_slice_in_dim(total, visit.group, 1) + product[None]
+        return lax.dynamic_update_slice_in_dim(total, product, visit.group, 0), None
 
     total = jnp.zeros((num_groups, rows.shape[1], gradient.shape[1]), jnp.float32)
     total = lax.scan(partial(visit_window, tile), varying.like(total, rows), main)[0]
@@ -270,7 +271,7 @@ def _mosaic_product(rows: Array, weights: Array, group_sizes: Array, transposed:
 
 
 def _mosaic_outer(rows: Array, gradient: Array, group_sizes: Array) -> Array:
-    return _tokamax().ragged_dot_general(
+    result = _tokamax().ragged_dot_general(
         _without_rest(rows, group_sizes),
         _without_rest(gradient, group_sizes),
         group_sizes,
@@ -278,6 +279,8 @@ def _mosaic_outer(rows: Array, gradient: Array, group_sizes: Array) -> Array:
         preferred_element_type=jnp.float32,
         implementation="mosaic",
     )
+    # The kernel's result does not say over which axes it varies.
+    return varying.like(result, rows)
 
 
 def _tokamax() -> ModuleType:

@@ -103,6 +103,17 @@ def test_a_bf16_weight_gradient_does_not_stand_still(backend):
     assert gradient.ravel().tolist() == [4095.0, 1.0]
 
 
+def test_a_bf16_gradient_of_full_tiles_runs_on_a_cpu():
+    # XLA:CPU has no bf16 product of rows by rows: it must get the transposed rows as they are.
+    rows = jnp.ones((4096, 128), jnp.bfloat16)
+    gradient = jnp.ones((4096, 256), jnp.bfloat16)
+    sizes = jnp.asarray([1365, 2048], jnp.int32)
+    weights = jnp.ones((2, 128, 256), jnp.float32)
+    actual = run(rows, weights, gradient, sizes, "tiles")[2]
+    assert np.unique(actual[0]).tolist() == [1365.0]
+    assert np.unique(actual[1]).tolist() == [2048.0]
+
+
 @pytest.mark.parametrize("tile", [1, 7, 64])
 def test_visits_own_each_row_once_and_inside_their_window(tile):
     generator = np.random.default_rng(tile)
