@@ -1,4 +1,4 @@
-"""Eight emulated devices, one compilation cache, exact matrix products: set before jax is imported."""
+"""Eight emulated devices, one compilation cache, exact products: set before jax is imported."""
 
 import os
 from importlib.metadata import version

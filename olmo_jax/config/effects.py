@@ -191,9 +191,7 @@ IDLE: tuple[Idle, ...] = (
         ),
         "there is no warm-up",
     ),
-    Idle(
-        ("train.eval_batches",), lambda c: c.data.eval_fraction == 0, "data.eval_fraction=0"
-    ),
+    Idle(("train.eval_batches",), lambda c: c.data.eval_fraction == 0, "data.eval_fraction=0"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Which weights decay: glob patterns on their dotted names. """
+"""Which weights decay: glob patterns on their dotted names."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase

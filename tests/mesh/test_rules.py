@@ -1,0 +1,119 @@
+"""Both specs of a leaf: laws over many shapes and meshes, and what is refused."""
+
+import itertools
+import math
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from olmo_jax.errors import UserError
+from olmo_jax.mesh import rules
+from olmo_jax.mesh.axes import AXES
+
+SIZES = [
+    dict(zip(AXES, sizes, strict=True))
+    for sizes in [
+        (1, 8, 1, 1, 1),
+        (1, 2, 2, 2, 1),
+        (1, 2, 1, 4, 1),
+        (1, 3, 1, 2, 1),
+        (2, 2, 1, 2, 2),
+        (1, 1, 1, 1, 1),
+    ]
+]
+SHAPES = [(67, 32), (2, 32, 4, 6), (6,), (7,), (1, 5), (48,), (8, 20, 32), (2, 8, 20, 32), (12, 2)]
+
+
+def place(shape, dims, sizes, **settings):
+    given = {"method": "ddp", "shard_optimizer": True} | settings
+    return rules.place("leaf", shape, dims, sizes=sizes, **given)
+
+
+def dims_of(shape, experts):
+    dims = ["d_model"] * len(shape)
+    if experts is not None:
+        dims[experts] = "experts"
+    return dims
+
+
+def layouts():
+    """Yield every (shape, sizes, both specs): experts on each dim that they divide, or nowhere."""
+    for shape, sizes in itertools.product(SHAPES, SIZES):
+        for experts in [None, *range(len(shape))]:
+            if experts is None or shape[experts] % sizes["expert"] == 0:
+                yield shape, sizes, place(shape, dims_of(shape, experts), sizes)
+
+
+def parts_of(entry, sizes):
+    return math.prod(sizes[axis] for axis in rules.axes_of_entry(entry))
+
+
+def test_both_specs_divide_every_dim_and_use_no_axis_twice():
+    for shape, sizes, placed in layouts():
+        for spec in (placed.compute, placed.main):
+            used = rules.axes_used(spec)
+            assert len(set(used)) == len(used)
+            assert set(used) | set(rules.replica_axes(spec)) == set(AXES)
+            assert all(n % parts_of(e, sizes) == 0 for n, e in zip(shape, spec, strict=True))
+
+
+def test_main_keeps_the_compute_axes_and_leaves_no_replica_axis_that_a_dim_takes():
+    for shape, sizes, placed in layouts():
+        pairs = zip(placed.compute, placed.main, strict=True)
+        for compute, main in (tuple(map(rules.axes_of_entry, pair)) for pair in pairs):
+            assert main[: len(compute)] == compute
+        parts = [parts_of(entry, sizes) for entry in placed.main]
+        for axis in rules.replica_axes(placed.main):
+            takes = [n % (p * sizes[axis]) == 0 for n, p in zip(shape, parts, strict=True)]
+            assert sizes[axis] == 1 or not any(takes)
+
+
+def test_what_main_adds_is_the_difference_of_both_specs():
+    for _, sizes, placed in layouts():
+        added = [axis for _, axes in rules.added_axes(placed) for axis in axes]
+        compute, main = (set(rules.axes_used(spec)) for spec in (placed.compute, placed.main))
+        assert set(added) == main - compute
+        assert all(sizes[axis] > 1 for axis in added)
+
+
+EIGHT = SIZES[1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "compute", "main"),
+    [
+        # All axes on the leading dim that takes them together.
+        ((32, 64), P(None, None), P(("data", "fsdp", "expert"), None)),
+        ((67, 32), P(None, None), P(None, ("data", "fsdp", "expert"))),
+        ((2, 32), P(None, None), P(None, ("data", "fsdp", "expert"))),
+        # No dim takes 8: each axis goes where it fits.
+        ((2, 6), P(None, None), P("data", "fsdp")),
+        ((4, 6), P(None, None), P(("data", "fsdp"), "expert")),
+        ((7,), P(None), P(None)),
+        # Experts are divided already: their replicas are data and fsdp.
+        ((2, 8, 20), P(None, "expert", None), P(None, ("expert", "data", "fsdp"), None)),
+    ],
+)
+def test_main_prefers_the_leading_dim_that_takes_all_replica_axes(shape, compute, main):
+    assert rules.main_spec(shape, compute, EIGHT) == main
+
+
+def test_without_shard_optimizer_nothing_is_added():
+    placed = place((32, 64), ("d_model", "hidden"), EIGHT, shard_optimizer=False)
+    assert placed.main == placed.compute == P(None, None)
+    assert rules.added_axes(placed) == []
+
+
+def test_an_axis_that_does_not_divide_its_dim_is_refused_with_the_sizes_that_do():
+    with pytest.raises(UserError) as error:
+        place((6, 32), ("experts", "d_model"), {**EIGHT, "expert": 4})
+    assert str(error.value) == "mesh.expert=4 does not divide experts=6 of leaf; use 1, 2, 3, 6"
+
+
+def test_an_axis_that_would_divide_two_dims_is_refused():
+    with pytest.raises(UserError) as error:
+        place((8, 8), ("experts", "experts"), EIGHT)
+    assert str(error.value) == (
+        "leaf has dims ('experts', 'experts'): mesh axis expert would divide two of them; an axis "
+        "divides at most one dim of a leaf; give one of the dims another axis"
+    )

@@ -1,0 +1,193 @@
+"""What the step of eight devices communicates, where, how often, and in which dtype."""
+
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from olmo_jax.mesh.rules import added_axes, axes_of_entry, axes_used, replica_axes
+from olmo_jax.program import MICROBATCHES, measure
+from olmo_jax.program import jaxpr as jaxprs
+from tests import cases
+
+SIZES = {"pipeline": 1, "data": 2, "fsdp": 1, "expert": 4, "sequence": 1}
+MOST = 4
+
+
+@pytest.fixture(scope="module")
+def traced(program_of):
+    """Return a function from the number of microbatches to the traced step."""
+
+    def trace(num_microbatches):
+        program = program_of(cases.bf16_on_eight(num_microbatches))
+        assert program.num_microbatches == num_microbatches
+        return program.jitted.trace(*program.abstract_arguments())
+
+    return cache(trace)
+
+
+@pytest.fixture(scope="module")
+def program(program_of):
+    return program_of(cases.bf16_on_eight(MOST))
+
+
+@pytest.fixture(scope="module")
+def contract(traced):
+    return measure(traced(MOST), SIZES)
+
+
+@pytest.fixture(scope="module")
+def step_jaxpr(traced):
+    return jaxprs.live(traced(MOST).jaxpr)
+
+
+def once(traced):
+    found = jaxprs.collectives(jaxprs.live(traced.jaxpr), SIZES)
+    return [c for c in found if not jaxprs.inside(c.loops, scope=MICROBATCHES)]
+
+
+@pytest.mark.parametrize("other", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_what_is_sent_once_a_step_does_not_depend_on_microbatches(other, traced):
+    assert once(traced(other)) == once(traced(MOST))
+
+
+def test_weights_and_gradients_cross_the_mesh_only_outside_the_loop(contract):
+    inside = [c for c in contract.traced if jaxprs.inside(c.loops, scope=MICROBATCHES)]
+    assert {c.axes for c in inside} == {("expert",)}
+    scopes = ("exchange_counts", "dispatch", "combine")
+    assert all(any(scope in c.scope for scope in scopes) for c in inside)
+    # XLA:CPU writes a gather of 32-bit integers as a sum.
+    kinds = {"all_gather", "reduce_scatter", "reduce"}
+    assert contract.compiled_kinds(in_loop=True).keys() <= kinds
+    outside = contract.compiled_kinds(in_loop=False)
+    assert outside["reduce_scatter"] == outside["all_gather"] == len(scattered_leaves(contract))
+
+
+def scattered_leaves(contract):
+    return [c for c in contract.traced if c.scope == "gather_weights" for _ in range(c.count)]
+
+
+def parts(axes):
+    return math.prod(SIZES[axis] for axis in axes)
+
+
+def test_bytes_of_gradients_and_weights_follow_from_both_specs(program, contract):
+    wanted = {"reduce_scatter": 0.0, "all_gather": 0.0, "reduce": 0.0}
+    for name, placed in program.layout.placed.items():
+        elements = math.prod(program.layout.shapes[0][name].shape)
+        elements //= parts(axes_used(placed.compute))
+        for _, axes in added_axes(placed):
+            num_ranks = parts(axes)
+            wanted["reduce_scatter"] += 4 * elements * (num_ranks - 1) / num_ranks
+            elements //= num_ranks
+            wanted["all_gather"] += 2 * elements * (num_ranks - 1)
+        left = parts(set(replica_axes(placed.main)) & set(replica_axes(placed.compute)))
+        wanted["reduce"] += 2 * 4 * elements * (left - 1) / left
+    scopes = {"reduce_gradients": ("reduce_scatter", "reduce"), "gather_weights": ("all_gather",)}
+    for scope, kinds in scopes.items():
+        for kind in kinds:
+            found = [c for c in contract.traced if c.scope == scope and c.kind == kind]
+            assert jaxprs.sent_bytes(found, SIZES) == wanted[kind]
+
+
+def test_expert_exchange_sends_a_multiple_of_layers_and_microbatches(contract):
+    model, ranks = cases.MODEL, SIZES["expert"]
+    times, tokens = MOST * model.num_routed_layers, cases.LENGTH
+    wanted = {
+        ("all_gather", "bfloat16"): 2 * times * 2 * tokens * model.d_model * (ranks - 1),
+        ("all_gather", "float32"): 2 * times * 4 * tokens * model.top_k * (ranks - 1),
+        ("all_gather", "int32"): times
+        * 4
+        * (model.num_experts + 2 * tokens * model.top_k)
+        * (ranks - 1),
+        ("reduce_scatter", "float32"): times
+        * 4
+        * tokens
+        * (2 * model.d_model + model.top_k)
+        * (ranks - 1),
+    }
+    found = {(t.kind, t.dtype): t.sent_bytes for t in contract.totals if t.in_loop}
+    assert found == wanted
+
+
+def test_no_branch_no_open_loop_no_callback_no_repeated_scatter(contract, step_jaxpr):
+    assert (contract.conditionals, contract.callbacks, contract.scatter_adds) == (0, 0, 0)
+    assert jaxprs.unbounded_loops(step_jaxpr) == []
+    assert contract.loops
+    assert all(loop.length for loop in contract.loops)
+
+
+def test_the_whole_state_is_donated(program, contract):
+    state = program.abstract_arguments()[0]
+    leaves = [
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    ]
+    assert list(contract.donated.values()) == leaves
+    assert contract.memory["alias"] == sum(leaves)
+
+
+def local_shape(shape, spec):
+    cut = [parts(axes_of_entry(entry)) for entry in spec] + [1] * (len(shape) - len(spec))
+    return tuple(size // n for size, n in zip(shape, cut, strict=True))
+
+
+def shapes_of(program, name):
+    """Return the shapes of a leaf's gradient on a device: stacked, of a layer, of an expert."""
+    leaf, placed = program.layout.shapes[0][name], program.layout.placed[name]
+    whole = local_shape(leaf.shape, placed.compute)
+    layer = whole[1:] if name.startswith("body") else whole
+    return [whole, layer, *([layer[1:]] if "experts" in name else [])]
+
+
+def test_every_product_that_yields_a_weight_gradient_is_fp32(program, step_jaxpr):
+    products = jaxprs.matmuls(step_jaxpr)
+    for name in program.layout.shapes[0]:
+        if "gain" not in name:
+            found = jaxprs.with_shapes(products, shapes_of(program, name))
+            assert found, name
+            assert {product.dtype for product in found} == {"float32"}, name
+    # The activations' own products are not: it is bf16 that is computed in.
+    assert "bfloat16" in {product.operand_dtypes[0] for product in products}
+
+
+def test_every_sum_that_holds_a_weight_gradient_is_fp32(program, step_jaxpr):
+    reductions = jaxprs.float_reductions(step_jaxpr, SIZES)
+    assert {collective.dtype for collective in reductions} == {"float32"}
+    shapes = [shape for name in program.layout.shapes[0] for shape in shapes_of(program, name)]
+    sums = jaxprs.outputs(step_jaxpr, "add", "add_any", "reduce_sum", "scatter-add")
+    carries = [value for value in jaxprs.scan_values(step_jaxpr) if value.source == "carry"]
+    for values in (sums, carries):
+        floats = [value for value in values if jnp.issubdtype(value.dtype, jnp.floating)]
+        found = jaxprs.with_shapes(floats, shapes)
+        assert len(found) >= len(program.layout.shapes[0]) // 2
+        assert {value.dtype for value in found} == {"float32"}
+    stacked = {tuple(sorted(shapes_of(program, name)[0])) for name in program.layout.shapes[0]}
+    assert stacked <= {tuple(sorted(value.shape)) for value in carries}
+
+
+ARITHMETIC = ("add", "sub", "mul", "div", "sqrt", "square", "integer_pow", "pow", "select_n")
+
+
+def test_the_optimizer_computes_in_fp32(step_jaxpr):
+    values = [
+        value
+        for value in jaxprs.outputs(step_jaxpr, *ARITHMETIC, "reduce_sum")
+        if MICROBATCHES not in value.scope and jnp.issubdtype(value.dtype, jnp.floating)
+    ]
+    assert len(values) > 100
+    assert {value.dtype for value in values} == {"float32"}
+
+
+def test_the_router_computes_in_fp32(step_jaxpr):
+    shape = (1, cases.LENGTH, cases.MODEL.num_experts)
+    logits = [p for p in jaxprs.matmuls(step_jaxpr) if p.shape == shape]
+    assert logits
+    assert {product.operand_dtypes for product in logits} == {("float32", "float32")}
+    values = jaxprs.outputs(step_jaxpr, *ARITHMETIC, "exp", "log", "top_k", "dot_general")
+    scores = [value for value in values if value.shape[-2:] == shape[-2:]]
+    assert "exp" in {value.source for value in scores}
+    floats = {v.dtype for v in scores if jnp.issubdtype(v.dtype, jnp.floating)}
+    assert floats == {"float32"}
