@@ -9,7 +9,7 @@ from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.data.batch import IGNORED, Batch
 from olmo_jax.model.moe import RouterSums
 from olmo_jax.model.placement import ONE_DEVICE, Placement
-from olmo_jax.model.transformer import Params, forward, head_input
+from olmo_jax.model.transformer import Params, check_leaves, forward, head_input
 from olmo_jax.ops.cross_entropy import cross_entropy
 
 
@@ -103,6 +103,7 @@ def objective(
     The oracle of every parallel method. Router biases are leaves of `params`, without gradient.
     `step` is the number of optimizer steps before this one; it only draws forced routes and jitter.
     """
+    check_leaves(config.model, params)
     batch = Batch(*map(jnp.asarray, batch))
     sums = batch_sums(
         _exact(config), params, batch, ONE_DEVICE, step=jnp.int32(step), training=True
@@ -148,6 +149,7 @@ def apply(
     segment_ids: Int[Array, "B L"] | None = None,
 ) -> Float32[Array, "B L V"]:
     """Return FP32 logits: one device, no drop. Attention stays inside a segment."""
+    check_leaves(config, params)
     batch = _plain_batch(tokens, jnp.full(tokens.shape, IGNORED), segment_ids)
     exact = config.model_copy(update={"dtype": "float32"})
     hidden, _ = forward(exact, params, batch, ONE_DEVICE, step=jnp.int32(0), seed=0, training=False)
@@ -159,6 +161,7 @@ def loss(
     config: ModelConfig, params: Params, tokens: Int[Array, "B L"], labels: Int[Array, "B L"]
 ) -> Float32[Array, ""]:
     """Return the mean cross entropy over labels that are not -100: one device, FP32, no drop."""
+    check_leaves(config, params)
     batch = _plain_batch(tokens, labels, None)
     whole = _exact(Config(model=config))
     sums = batch_sums(whole, params, batch, ONE_DEVICE, step=jnp.int32(0), training=False)

@@ -4,7 +4,7 @@ Parameters are one flat dict from dotted names to arrays. Inside, a unit is what
 the embedding, one block, or the head; `Placement.read` turns each, as stored, into its weights.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int32, Key
 
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.data.batch import Batch
+from olmo_jax.errors import UserError
 from olmo_jax.model.block import Block
 from olmo_jax.model.initialise import Initialiser, RouterBias
 from olmo_jax.model.moe import RouterSums, Surroundings
@@ -112,6 +113,21 @@ def _graphs(model: ModelConfig) -> dict[str, Any]:
     if not model.num_routed_layers:
         del units["routed"]
     return {name: nnx.split(nnx.eval_shape(unit))[0] for name, unit in units.items()}
+
+
+def check_leaves(model: ModelConfig, params: Mapping[str, Any]) -> None:
+    """Refuse parameters that lack a leaf of the model, or have one that it has not.
+
+    Raises: UserError that names the leaves: put together, they would be taken for one another.
+    """
+    wanted = logical_dims(model).keys()
+    missing, extra = sorted(wanted - params.keys()), sorted(params.keys() - wanted)
+    if missing or extra:
+        raise UserError(
+            f"parameters lack {missing or 'nothing'} and have {extra or 'nothing'} that the model "
+            f"does not; it has {len(wanted)} leaves, router biases included; give exactly those of "
+            "olmo_jax.model.transformer.initialise"
+        )
 
 
 def unit(params: dict[str, Any], prefix: str) -> Tree:
