@@ -1,8 +1,8 @@
 """The command line. It alone imports a command's module when the command runs."""
 
 import argparse
+import errno
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,10 @@ OVERRIDES_HELP = "a.b=c: any key of the config, typed as YAML types it"
 def run() -> None:
     """Run the command line as a program."""
     code = main()
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or discard_output()
     sys.stderr.flush()
     if code == INTERRUPTED:
         # A thread may be inside XLA's compiler, and an interpreter that ends normally aborts on it.
@@ -36,9 +39,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"olmo-jax: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        return discard_output()
+    except OSError as error:
+        print(f"olmo-jax: {text_of(error)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("olmo-jax: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def discard_output() -> int:
+    """Let what is still to be printed go nowhere: the reader, such as `head`, has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
+def text_of(error: OSError) -> str:
+    """Return a message for what the system refused."""
+    advice = {
+        errno.EACCES: "a path that this user may use is needed; change its rights, or name another",
+        errno.ENOSPC: "the disk is full; make room, or name a folder on another",
+        errno.ENAMETOOLONG: "a name has at most 255 bytes on most systems; write a shorter one",
+    }.get(error.errno or 0, "mend that, or name another path")
+    return f"{error.filename or 'a file'}: {error.strerror or error}; {advice}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -183,12 +207,10 @@ def sample(given: argparse.Namespace) -> None:
 
 
 def tokenize(given: argparse.Namespace) -> None:
-    from rich.console import Console
-
     from olmo_jax.data.tokenize import tokenize as tokenize_files
-    from olmo_jax.train.progress import StageProgress
+    from olmo_jax.train.progress import StageProgress, open_console
 
-    with StageProgress(Console()) as progress:
+    with StageProgress(open_console()) as progress:
         manifest = tokenize_files(
             given.input,
             given.output,
@@ -208,20 +230,12 @@ def tokenize(given: argparse.Namespace) -> None:
 
 def show(given: argparse.Namespace) -> None:
     from olmo_jax.config import load
-    from olmo_jax.data.corpus import open_corpus
+    from olmo_jax.data.corpus import corpus_of
     from olmo_jax.data.show import show as show_batch
 
     config = load(given.config, given.overrides)
-    corpus = open_corpus(
-        config.data,
-        sequence_length=config.train.sequence_length,
-        seed=config.seed,
-        vocab_size=config.model.vocab_size,
-    )
-    text = show_batch(corpus, given.step, config.train.global_batch)
-    # A reader such as `head` may close the pipe: end as other programs do.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    print(text)
+    corpus = corpus_of(config)
+    print(show_batch(corpus, given.step, config.train.global_batch))
 
 
 def warn(texts: Sequence[str]) -> None:

@@ -43,10 +43,21 @@ def restore(run_dir: Path, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str,
     Raises: UserError naming a leaf that is missing, not asked for, or of another shape.
     """
     folder = latest(run_dir).absolute()
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.metadata(folder).item_metadata.tree
-        _check_leaves(folder, {name: tuple(leaf.shape) for name, leaf in found.items()}, shapes)
-        return checkpointer.restore(folder, shapes)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = checkpointer.metadata(folder).item_metadata
+            leaves = {} if found is None else dict(found.tree)
+            _check_leaves(
+                folder, {name: tuple(leaf.shape) for name, leaf in leaves.items()}, shapes
+            )
+            return checkpointer.restore(folder, shapes)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{folder} cannot be read ({error}); a folder that was written to its end can; "
+            "name a run whose folder is whole, or train again"
+        ) from error
 
 
 def _check_leaves(

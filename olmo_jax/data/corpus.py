@@ -11,7 +11,7 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
-from olmo_jax.config.records import DataConfig
+from olmo_jax.config.records import Config, DataConfig
 from olmo_jax.data.batch import Batch
 from olmo_jax.data.manifest import digest
 from olmo_jax.data.mixture import Proportions
@@ -202,3 +202,13 @@ def check_held_out(data: DataConfig, sources: Sequence[Source]) -> None:
             "an evaluation needs at least one; write a larger data.eval_fraction, or 0 for no "
             "evaluation"
         )
+
+
+def corpus_of(config: Config) -> Corpus:
+    """Open the data of a config. Raises: UserError as `open_corpus` does."""
+    return open_corpus(
+        config.data,
+        sequence_length=config.train.sequence_length,
+        seed=config.seed,
+        vocab_size=config.model.vocab_size,
+    )

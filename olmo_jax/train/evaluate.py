@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from olmo_jax.checkpoint import weights
-from olmo_jax.config import Config, with_mesh
-from olmo_jax.data.corpus import open_corpus
+from olmo_jax.config import Config
+from olmo_jax.data.corpus import corpus_of
 from olmo_jax.errors import UserError
-from olmo_jax.mesh.axes import resolve
-from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.train.metrics import Evaluation, evaluation_of
-from olmo_jax.train.program import Program, build
+from olmo_jax.train.program import Program, build_here
 from olmo_jax.train.state import State, shardings
 
 
@@ -26,19 +24,14 @@ def evaluate(run_dir: Path, config: Config) -> Evaluation:
             "data.eval_fraction=0 holds no document out, so there is nothing to evaluate on; write "
             "data.eval_fraction=0.01, which takes documents that this run was trained on"
         )
-    corpus = open_corpus(
-        config.data,
-        sequence_length=config.train.sequence_length,
-        seed=config.seed,
-        vocab_size=config.model.vocab_size,
-    )
-    mesh = build_mesh(resolve(config.mesh, jax.device_count()))
-    config = with_mesh(config, mesh.shape)
-    program = build(config, mesh)
+    corpus = corpus_of(config)
+    program = build_here(config)
+    config = program.config
     state = restored(program, run_dir)
     batches = corpus.held_out(config.train.global_batch, config.train.eval_batches)
-    parts = [program.evaluate(state, program.place(batch)) for batch in batches]
-    return evaluation_of(jax.device_get(parts))
+    # One at a time: XLA:CPU deadlocks when dozens of programs with collectives are queued.
+    parts = [jax.device_get(program.evaluate(state, program.place(batch))) for batch in batches]
+    return evaluation_of(parts)
 
 
 def restored(program: Program, run_dir: Path) -> State:

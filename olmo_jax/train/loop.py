@@ -11,18 +11,24 @@ import jax
 from rich.console import Console
 
 from olmo_jax.checkpoint import weights
-from olmo_jax.config import Config, with_mesh
+from olmo_jax.config import Config
 from olmo_jax.data.batch import Batch
-from olmo_jax.data.corpus import Corpus, open_corpus
+from olmo_jax.data.corpus import Corpus, corpus_of
 from olmo_jax.launch.stop import StopSignal
-from olmo_jax.mesh.axes import resolve
-from olmo_jax.mesh.devices import build_mesh, device_table, expert_group_warning
+from olmo_jax.mesh.devices import device_table, expert_group_warning
 from olmo_jax.optim.schedule import learning_rate
 from olmo_jax.plan.flops import flops_per_token
 from olmo_jax.train import run_folder
 from olmo_jax.train.metrics import Line, MetricsFile, evaluation_of, line_of
-from olmo_jax.train.program import Program, build
-from olmo_jax.train.progress import StepProgress, duration, in_background, say, waiting
+from olmo_jax.train.program import Program, build_here
+from olmo_jax.train.progress import (
+    StepProgress,
+    duration,
+    in_background,
+    open_console,
+    say,
+    waiting,
+)
 from olmo_jax.train.report import draw
 from olmo_jax.train.state import State
 
@@ -84,17 +90,11 @@ def train(config: Config) -> None:
 
     Raises: UserError for what is wrong with files, devices or the run folder, before compilation.
     """
-    console = Console()
+    console = open_console()
     run_folder.refuse_used(Path(config.run_dir))
-    corpus = open_corpus(
-        config.data,
-        sequence_length=config.train.sequence_length,
-        seed=config.seed,
-        vocab_size=config.model.vocab_size,
-    )
-    mesh = build_mesh(resolve(config.mesh, jax.device_count()))
-    config = with_mesh(config, mesh.shape)
-    program = build(config, mesh)
+    corpus = corpus_of(config)
+    program = build_here(config)
+    config, mesh = program.config, program.mesh
     held_out = held_out_batches(config, corpus, program)
     run_dir = run_folder.create(config, device_table(mesh), corpus.tokenizer_path)
     introduce(console, program)
@@ -106,15 +106,16 @@ def train(config: Config) -> None:
     say(console, f"compiled in {duration(time.perf_counter() - started)}")
 
     started = time.perf_counter()
-    with (
-        MetricsFile(run_dir / run_folder.METRICS) as file,
-        StepProgress(console, config.train.steps) as progress,
-        StopSignal() as stop,
-    ):
-        recorder = Recorder(config, file, progress)
-        state = run_steps(program, state, upcoming(config, corpus), held_out, recorder, stop)
-    seconds = time.perf_counter() - started
-    write_results(console, run_dir, recorder.lines, state)
+    # Open until the weights are written: a signal that comes then must not cost the run.
+    with StopSignal() as stop:
+        with (
+            MetricsFile(run_dir / run_folder.METRICS) as file,
+            StepProgress(console, config.train.steps) as progress,
+        ):
+            recorder = Recorder(config, file, progress)
+            state = run_steps(program, state, upcoming(config, corpus), held_out, recorder, stop)
+        seconds = time.perf_counter() - started
+        write_results(console, run_dir, recorder.lines, state)
     for text in summary(config, recorder.lines, seconds, run_dir):
         say(console, text)
 
@@ -180,7 +181,7 @@ def run_steps(
         # With one process there is nobody to agree with.
         alone_and_asked = stop.requested and jax.process_count() == 1
         if held_out and evaluation_due(program.config, step) and not alone_and_asked:
-            told |= recorder.finish(pending, partial(evaluate, program, state, held_out))
+            told |= recorder.finish(pending, partial(evaluate, program, state, held_out, stop))
             pending = None
         if told or alone_and_asked:
             break
@@ -189,9 +190,19 @@ def run_steps(
     return state
 
 
-def evaluate(program: Program, state: State, held_out: Sequence[Batch]) -> list[Mapping[str, Any]]:
-    """Dispatch the evaluation of all held-out batches."""
-    return [program.evaluate(state, batch) for batch in held_out]
+def evaluate(
+    program: Program, state: State, held_out: Sequence[Batch], stop: StopSignal
+) -> list[Mapping[str, Any]]:
+    """Return each held-out batch's values; none if a lone process is asked to stop meanwhile.
+
+    One batch at a time: XLA:CPU deadlocks when dozens of programs with collectives are queued.
+    """
+    parts = []
+    for batch in held_out:
+        parts.append(jax.device_get(program.evaluate(state, batch)))
+        if stop.requested and jax.process_count() == 1:
+            return []
+    return parts
 
 
 def evaluation_due(config: Config, step: int) -> bool:

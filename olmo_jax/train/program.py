@@ -10,9 +10,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from olmo_jax.config.records import Config
+from olmo_jax.config import Config, with_mesh
 from olmo_jax.data.batch import Batch
-from olmo_jax.mesh.axes import DENSE_DATA_AXES
+from olmo_jax.mesh.axes import DENSE_DATA_AXES, resolve
+from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.mesh.rules import BATCH, DEVICES, REPLICATED, ROWS
 from olmo_jax.plan.static_sizes import num_microbatches
 from olmo_jax.train.state import Layout, State, first_state, shardings
@@ -145,3 +146,12 @@ def build(config: Config, mesh: Mesh) -> Program:
     program = Program(config, mesh)
     _ = program.layout.placed
     return program
+
+
+def build_here(config: Config) -> Program:
+    """Return the program of a config on this job's devices, its open mesh axis filled in.
+
+    Raises: UserError if the mesh does not fit the devices, or the config the mesh.
+    """
+    mesh = build_mesh(resolve(config.mesh, jax.device_count()))
+    return build(with_mesh(config, mesh.shape), mesh)

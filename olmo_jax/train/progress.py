@@ -14,6 +14,18 @@ from olmo_jax.train.metrics import Line
 NUM_PLAIN_LINES = 20
 
 
+class QuietWhenUnread(Console):
+    """A console that falls silent when its reader, such as `head`, has gone; rich would exit."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+def open_console() -> Console:
+    """Return the console of a command: a run outlives whoever reads its output."""
+    return QuietWhenUnread()
+
+
 def duration(seconds: float) -> str:
     """Return "1 h 02 min", "3 min 05 s" or "12 s"."""
     whole = max(round(seconds), 0)

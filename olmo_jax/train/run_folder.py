@@ -20,11 +20,12 @@ def refuse_used(run_dir: Path) -> None:
 
     Raises: UserError.
     """
-    if (run_dir / METRICS).exists():
-        raise UserError(
-            f"run_dir={run_dir} holds a run already ({METRICS} is there); a run starts in a folder "
-            "of its own; write another run_dir=..., or remove that folder"
-        )
+    for name in (METRICS, CHECKPOINTS, REPORT):
+        if (run_dir / name).exists():
+            raise UserError(
+                f"run_dir={run_dir} holds a run already ({name} is there); a run starts in a "
+                "folder of its own; write another run_dir=..., or remove that folder"
+            )
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"run_dir={run_dir} is a file; a run writes a folder; write another name")
 

@@ -33,6 +33,7 @@ def sample(run_dir: Path, text: str, *, num_tokens: int, temperature: float, see
     """
     config = run_folder.load_config(run_dir)
     tokenizer = read_tokenizer(run_dir)
+    refuse_undecodable(text)
     prompt = tokenizer.encode(text, add_special_tokens=False).ids or [find_eos(tokenizer)]
     limit = config.train.sequence_length
     length = min(limit, -(-(len(prompt) + num_tokens) // LENGTH_UNIT) * LENGTH_UNIT)
@@ -60,6 +61,20 @@ def restored(run_dir: Path, model: ModelConfig) -> dict[str, jax.Array]:
         for name, leaf in {**params, **router_bias}.items()
     }
     return weights.restore(run_dir, shapes)
+
+
+def refuse_undecodable(text: str) -> None:
+    """Refuse a prompt whose bytes were no UTF-8.
+
+    Raises: UserError.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the prompt has bytes that are not UTF-8 from character {error.start} on; a prompt is "
+            "UTF-8 text; write it as such"
+        ) from None
 
 
 def read_tokenizer(run_dir: Path) -> Tokenizer:

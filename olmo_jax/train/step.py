@@ -116,7 +116,7 @@ def _router_metrics(config: Config, router: RouterSums | None, real: Array) -> M
     metrics = {
         "balance_loss": router.balance.mean() / real,
         "router_z_loss": router.z.mean() / real,
-        "drop_rate": router.dropped.sum() / routes.sum(),
+        "drop_rate": router.dropped.astype(jnp.float32).sum() / routes.sum(),
         "max_load": (counts.max(axis=-1) * counts.shape[-1] / routes).max(),
     }
     if config.train.record_expert_counts:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import numpy as np
@@ -17,10 +18,11 @@ from rich.console import Console
 
 from olmo_jax.config import Config
 from olmo_jax.data.batch import Batch
+from olmo_jax.data.corpus import Corpus
 from olmo_jax.errors import UserError
 from olmo_jax.launch.stop import StopSignal
 from olmo_jax.mesh.devices import build_mesh
-from olmo_jax.train import run_folder
+from olmo_jax.train import loop, run_folder
 from olmo_jax.train.loop import Recorder, Upcoming, run_steps, speed, summary, upcoming
 from olmo_jax.train.metrics import MetricsFile, read
 from olmo_jax.train.program import Program
@@ -209,10 +211,46 @@ def test_evaluation_comes_every_so_often_and_at_the_end(
     assert [line["step"] for line in evaluated] == expected
     assert evaluated[0]["eval_loss"] == 2.0
     assert evaluated[0]["eval_perplexity"] == pytest.approx(math.exp(2))
-    # Both batches, once the step is done and before the next one takes its state away.
+    # Both batches, once the step is done and before the next one takes its state away; each is
+    # read before the next is dispatched, since XLA:CPU deadlocks on a long queue.
     read = ran.log.index(("read", f"step {expected[0]}"))
-    assert ran.log[read + 1 : read + 3] == [("evaluate",), ("evaluate",)]
+    assert ran.log[read + 1 : read + 5] == [("evaluate",), ("read", "evaluation")] * 2
     assert ("step", expected[0] + 1, False) not in ran.log[:read]
+
+
+def test_a_signal_while_the_weights_are_written_does_not_cost_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(2).model_copy(update={"run_dir": str(tmp_path / "run")})
+    sizes = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "sequence": 1}
+    program = IdleProgram(config, build_mesh(sizes))
+    saved = []
+
+    def save(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        saved.append(arguments)
+
+    monkeypatch.setattr(IdleProgram, "init", lambda self: STATE)
+    monkeypatch.setattr(IdleProgram, "compile", lambda self, evaluation: None)
+    monkeypatch.setattr(loop, "corpus_of", lambda _: MagicMock(spec=Corpus, tokenizer_path=None))
+    monkeypatch.setattr(loop, "build_here", lambda _: program)
+    monkeypatch.setattr(
+        loop, "upcoming", lambda *_: (Upcoming(n, NO_BATCH, 64 * n, 0.5) for n in (1, 2))
+    )
+    monkeypatch.setattr(loop.weights, "save", save)
+    loop.train(config)
+    assert len(saved) == 1
+    assert (tmp_path / "run" / "report.png").is_file()
+
+
+def test_a_stop_during_a_long_evaluation_ends_it(tmp_path: Path) -> None:
+    config = config_of(1)
+    sizes = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "sequence": 1}
+    program = IdleProgram(config, build_mesh(sizes))
+    stop = StopSignal()
+    stop.requested = True
+    assert loop.evaluate(program, STATE, [NO_BATCH] * 9, stop) == []
+    assert program.log.count(("evaluate",)) == 1
 
 
 def test_without_held_out_documents_nothing_is_evaluated(tmp_path: Path) -> None:
@@ -277,6 +315,12 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds a run already .* another run_dir"):
         run_folder.refuse_used(tmp_path)
     run_folder.refuse_used(tmp_path / "new")
+
+
+def test_weights_without_metrics_are_a_run_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
+    with pytest.raises(UserError, match="checkpoints is there"):
+        run_folder.refuse_used(tmp_path)
 
 
 def test_a_run_folder_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> None:

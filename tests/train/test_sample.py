@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from olmo_jax.errors import UserError
-from olmo_jax.train.sample import extend, pick, read_tokenizer
+from olmo_jax.train.sample import extend, pick, read_tokenizer, refuse_undecodable
 
 EOS = 0
 VOCAB = 10
@@ -61,3 +61,8 @@ def test_a_seed_repeats_its_text() -> None:
 def test_a_run_without_a_tokenizer_is_a_users_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         read_tokenizer(tmp_path)
+
+
+def test_a_prompt_that_is_no_utf8_is_a_users_error() -> None:
+    with pytest.raises(UserError, match="not UTF-8 from character 1 on"):
+        refuse_undecodable("a\udcff")
