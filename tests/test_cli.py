@@ -290,3 +290,21 @@ def test_data_show_prints_a_step_as_text(folder: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert said.startswith("step 2: sequences 4 to 7, 4 rows of 32 positions")
     assert "squared is" in said
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_what_the_system_refuses_is_one_message(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "x" * 300
+    assert main(["train", str(folder / "tiny.yaml"), f"run_dir={folder / long}"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("olmo-jax: ")
+    assert "write a shorter one" in said
+    assert "Traceback" not in said
+
+
+def test_output_that_nobody_reads_ends_without_a_traceback() -> None:
+    command = f"{sys.executable} -m olmo_jax.cli check {QUICKSTART} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
