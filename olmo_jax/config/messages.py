@@ -1,6 +1,7 @@
 """What a user reads about a single wrong key: what was given, the rule, what to write instead."""
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
@@ -22,6 +23,8 @@ _RULES = {
     "finite_number": ("is not finite", "write a finite number"),
     "bool_type": ("is neither true nor false", "write true or false"),
     "string_type": ("is not text", "put it in quotes"),
+    "string_unicode": ("has half of a surrogate pair", "write whole characters"),
+    "string_pattern_mismatch": ("holds a null character", "leave it out"),
     "string_too_short": ("is empty", "write at least {min_length} character"),
     "tuple_type": ("is not a list", "write [a, b, ...]"),
     "too_long": ("has {actual_length} entries", "write {max_length}"),
@@ -33,9 +36,10 @@ _RULES = {
 
 
 def _plain(value: object) -> object:
+    """Return `value` as YAML has it; what came from YAML has no tuples and stays as it is."""
     if isinstance(value, Record):
         return value.model_dump(mode="json")
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def show(value: object) -> str:
@@ -52,7 +56,8 @@ def listing(choices: Sequence[object], last: str = "or") -> str:
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of `number`, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
 
 
 def together(faults: Sequence[str]) -> str:
@@ -156,6 +161,8 @@ def _rule(error: ErrorDetails, inner: type[Record] | None) -> tuple[str, str]:
     if error["type"] == "model_type" and inner is not None:
         keys = listing(list(inner.model_fields), "and")
         return "is not a section of keys", f"write a mapping of some of {keys}"
+    if error["type"] not in _RULES:
+        return f"is refused ({error['msg']})", "write a value that docs/configuration.md allows"
     rule, advice = _RULES[error["type"]]
     numbers = {k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()}
     return rule.format(**numbers), advice.format(**numbers)

@@ -5,15 +5,26 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+INT32_MAX = 2**31 - 1
+
+Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Natural = Annotated[int, Field(ge=0, le=INT32_MAX)]
+AtMostInt32 = Annotated[int, Field(le=INT32_MAX)]
+# A check takes divisors of these, or a run makes as many threads or buffers.
+SmallCount = Annotated[int, Field(ge=1, le=65_536)]
+SmallNatural = Annotated[int, Field(ge=0, le=65_536)]
+# A check walks over all layers.
+Layers = Annotated[int, Field(ge=1, le=1000)]
+# Lengths of the schedule may count tokens.
+Long = Annotated[int, Field(ge=1, le=2**63 - 1)]
+LongNatural = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Above1 = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
-Name = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class Record(BaseModel, frozen=True):
@@ -25,11 +36,11 @@ class Record(BaseModel, frozen=True):
 class MeshConfig(Record, frozen=True):
     """Devices along each axis, slowest first. One axis may be -1: whatever the devices leave."""
 
-    pipeline: int = 1
-    data: int = 1
-    fsdp: int = 1
-    expert: int = 1
-    sequence: int = 1
+    pipeline: AtMostInt32 = 1
+    data: AtMostInt32 = 1
+    fsdp: AtMostInt32 = 1
+    expert: AtMostInt32 = 1
+    sequence: AtMostInt32 = 1
 
 
 class ParallelConfig(Record, frozen=True):
@@ -63,7 +74,7 @@ class WindowConfig(Record, frozen=True):
     The pattern repeats over the layers that come after a forced first one.
     """
 
-    pattern: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    pattern: Annotated[tuple[AtMostInt32, ...], Field(strict=False)] = ()
     force_full_first: bool = True
     force_full_last: bool = True
 
@@ -82,9 +93,9 @@ class RouterConfig(Record, frozen=True):
     normalize: Positive | None = 1.0
     restore_weight_scale: bool = True
     expert_weight_scale: Positive | None = None
-    original_top_k: Count | None = None
-    num_groups: Count | None = None
-    top_groups: Count | None = None
+    original_top_k: SmallCount | None = None
+    num_groups: SmallCount | None = None
+    top_groups: SmallCount | None = None
     sigmoid_epsilon: NonNegative = 1e-7
     bias_gamma: Positive | None = None
     score_correction_bias: bool = False
@@ -94,14 +105,14 @@ class RouterConfig(Record, frozen=True):
 
 
 class ModelConfig(Record, frozen=True):
-    num_layers: Count = 4
+    num_layers: Layers = 4
     num_dense_layers: Natural = 1
     d_model: Count = 128
-    num_heads: Count = 4
-    num_kv_heads: Count = 2
-    head_dim: Count = 32
-    num_experts: Natural = 8
-    top_k: Natural = 2
+    num_heads: SmallCount = 4
+    num_kv_heads: SmallCount = 2
+    head_dim: SmallCount = 32
+    num_experts: SmallNatural = 8
+    top_k: SmallNatural = 2
     expert_hidden: Natural = 128
     shared_hidden: Natural = 128
     dense_hidden: Natural = 384
@@ -138,7 +149,7 @@ class ModelConfig(Record, frozen=True):
 class StageConfig(Record, frozen=True):
     """One stretch of the composable schedule; `start` and `end` are fractions of optim.lr."""
 
-    duration: Count
+    duration: Long
     shape: Literal["linear", "cosine"] = "linear"
     start: NonNegative | None = None
     end: NonNegative
@@ -152,11 +163,11 @@ class ScheduleConfig(Record, frozen=True):
 
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt", "composable"] = "cosine"
     unit: Literal["steps", "tokens"] = "steps"
-    horizon: Count | None = None
-    warmup: Natural | None = None
+    horizon: Long | None = None
+    warmup: LongNatural | None = None
     warmup_fraction: Fraction | None = None
     warmup_start: NonNegative = 0.0
-    decay: Natural | None = None
+    decay: LongNatural | None = None
     decay_fraction: Fraction | None = None
     final: Fraction = 0.1
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
@@ -175,7 +186,7 @@ class OptimConfig(Record, frozen=True):
     )
     max_grad_norm: Positive | None = 1.0
     skip_sigma: Positive | None = None
-    skip_window: Annotated[int, Field(ge=2)] = 128
+    skip_window: Annotated[int, Field(ge=2, le=65_536)] = 128
     schedule: ScheduleConfig = ScheduleConfig()
 
 
@@ -191,15 +202,15 @@ class DataConfig(Record, frozen=True):
     sources: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = ()
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     document_attention: bool = True
-    threads: Count = 2
-    prefetch: Count = 8
+    threads: Annotated[int, Field(ge=1, le=1024)] = 2
+    prefetch: SmallCount = 8
 
 
 class TrainConfig(Record, frozen=True):
     steps: Count = 100
     global_batch: Count = 8
     microbatch: Count = 1
-    sequence_length: Annotated[int, Field(ge=2)] = 256
+    sequence_length: Annotated[int, Field(ge=2, le=2**20)] = 256
     z_loss_weight: NonNegative = 1e-4
     head_chunk_tokens: Count = 1024
     eval_every: Natural = 0

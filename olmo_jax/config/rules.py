@@ -1,10 +1,11 @@
 """What must hold between keys: checked once, from the config alone, before any device."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 
 from olmo_jax.config.messages import divisors, listing, show, together
-from olmo_jax.config.records import Config, MeshConfig, ScheduleConfig
+from olmo_jax.config.records import INT32_MAX, Config, MeshConfig, ScheduleConfig
 from olmo_jax.errors import UserError
 
 Rule = Callable[[Config], Iterator[str]]
@@ -18,8 +19,6 @@ NOT_BUILT: tuple[tuple[str, int, str, str], ...] = (
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """The mesh axes that divide the rows of a batch."""
-
-INT32_MAX = 2**31 - 1
 
 
 def axes_not_built(config: Config) -> Iterator[str]:
@@ -77,7 +76,7 @@ def batch_divides(config: Config) -> Iterator[str]:
         f"mesh.{axis}={size}" for axis, size in zip(BATCH_AXES, sizes, strict=True) if size > 0
     )
     below, above = train.global_batch // unit * unit, (train.global_batch // unit + 1) * unit
-    advice = f"use train.global_batch={listing([n for n in (below, above) if n])}"
+    advice = f"use train.global_batch={listing([n for n in (below, above) if 0 < n <= INT32_MAX])}"
     if train.global_batch % ranks == 0:
         advice += f", or train.microbatch={listing(divisors(train.global_batch // ranks))}"
     yield (
@@ -92,11 +91,12 @@ def counts_fit(config: Config) -> Iterator[str]:
     routes = train.global_batch * train.sequence_length * slots
     if routes > INT32_MAX:
         most = INT32_MAX // (train.sequence_length * slots)
+        shorter = f"train.sequence_length={INT32_MAX // slots} or less and train.global_batch=1"
         yield (
             f"train.global_batch={train.global_batch} x "
             f"train.sequence_length={train.sequence_length} x model.top_k={slots} are {routes} "
             f"routes a step, more than int32 counts hold ({INT32_MAX}); "
-            f"use train.global_batch={most} or less"
+            f"use {f'train.global_batch={most} or less' if most else shorter}"
         )
 
 
@@ -140,21 +140,35 @@ def heads_divide(config: Config) -> Iterator[str]:
         )
 
 
+def partial_that_rotates(num_dims: int, width: int) -> float:
+    """Return a share of `width` that is `num_dims` when multiplied and cut: millionths, rounded up.
+
+    The quotient itself may not be: 47 * (6 / 47) and 100 * 0.58 are just below 6 and 58.
+    """
+    first = math.ceil(num_dims * 1_000_000 / width)
+    shares = (millionths / 1_000_000 for millionths in itertools.count(first))
+    return next(share for share in shares if int(width * share) >= num_dims)
+
+
+def _rotated_advice(width: int, partial: float, rotated: int) -> str:
+    if partial == 1.0:
+        return f"use model.head_dim={listing([n for n in (width - 1, width + 1) if n > 1])}"
+    if width == 1:
+        return "use model.head_dim=2 and model.rope.partial=1.0"
+    pairs = [n for n in (rotated - 1, rotated + 1) if 2 <= n <= width] or [2]
+    shares = [show(partial_that_rotates(n, width)) for n in pairs]
+    return f"use model.rope.partial={listing(shares)}"
+
+
 def rotated_dims(config: Config) -> Iterator[str]:
     """Rotary positions turn pairs of dims."""
     width, partial = config.model.head_dim, config.model.rope.partial
     rotated = int(width * partial)
-    if rotated >= 2 and rotated % 2 == 0:
-        return
-    if partial == 1.0:
-        advice = f"use model.head_dim={listing([n for n in (width - 1, width + 1) if n > 1])}"
-    else:
-        pairs = [n for n in (rotated - 1, rotated + 1) if 2 <= n <= width] or [2]
-        advice = f"use model.rope.partial={listing([show(n / width) for n in pairs])}"
-    yield (
-        f"model.rope.partial={show(partial)} of model.head_dim={width} rotates {rotated} dims, but "
-        f"they turn in pairs, 1 or more; {advice}"
-    )
+    if rotated < 2 or rotated % 2:
+        yield (
+            f"model.rope.partial={show(partial)} of model.head_dim={width} rotates {rotated} dims, "
+            f"but they turn in pairs, 1 or more; {_rotated_advice(width, partial, rotated)}"
+        )
 
 
 def rope_scaling(config: Config) -> Iterator[str]:
@@ -301,9 +315,11 @@ def schedule_fits(config: Config) -> Iterator[str]:
     is_fraction = schedule.warmup is None and schedule.warmup_fraction is not None
     given = f"optim.schedule.warmup_fraction={show(schedule.warmup_fraction)} (= {warmup})"
     given = given if is_fraction else f"optim.schedule.warmup={warmup}"
+    room = horizon - decay
+    shorter = f"a warm-up of {room} or less" if room >= 0 else f"a decay of {horizon} or less"
     yield (
         f"{given} and a decay of {decay} are longer than {words}; "
-        f"use a warm-up of {max(horizon - decay, 0)} or less, or a longer optim.schedule.horizon"
+        f"use {shorter}, or a longer optim.schedule.horizon"
     )
 
 

@@ -11,6 +11,7 @@ Source: olmo_core 3.0.0, OLMoDDPModel.num_flops_per_token.
 Differs: there the gains and biases of attention and the final norm count as 6 each.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from olmo_jax.plan.layers import is_routed, window_of
 from olmo_jax.plan.static_sizes import (
     CPU_TILE,
     EMBEDDING_TILE,
-    block_pairs,
     block_size,
     capacity,
     num_microbatches,
@@ -56,6 +56,13 @@ def attended_pairs(length: int, window: int | None) -> int:
     """Return a sequence's (query, key) pairs: causal, the last `window` keys if given."""
     width = length if window is None else min(window, length)
     return width * (width + 1) // 2 + (length - width) * width
+
+
+def block_pairs_count(length: int, window: int | None) -> int:
+    """Return how many pairs `block_pairs` lists, without listing them."""
+    block = block_size(length)
+    reach = None if window is None else math.ceil((window - 1) / block) + 1
+    return attended_pairs(math.ceil(length / block), reach)
 
 
 def attention_projections(model: ModelConfig, tokens: int) -> Flops:
@@ -145,8 +152,8 @@ def _executed(config: Config, num_expert_ranks: int) -> dict[str, Flops]:
     block = block_size(train.sequence_length)
 
     def pairs(window: int | None) -> int:
-        blocks = train.microbatch * len(block_pairs(train.sequence_length, window))
-        return blocks * block * block
+        pairs = block_pairs_count(train.sequence_length, window)
+        return train.microbatch * pairs * block * block
 
     rows = _expert_rows(config, tokens, num_expert_ranks)
     parts = components(model, tokens=tokens, pairs=pairs, rows=rows)

@@ -11,6 +11,7 @@ from olmo_jax.config.load import typed
 from olmo_jax.config.messages import known_keys
 from olmo_jax.config.records import Config
 from olmo_jax.errors import UserError
+from olmo_jax.plan.summary import summary
 
 SOURCES = "data.sources=[{path: tokens}]"
 
@@ -150,15 +151,45 @@ def test_all_wrong_values_are_listed_together(file):
 
 
 STRANGE = ["0", "-1", "-2", "1.5", "true", "text", "[]", "[1]", "[a]", "{a: 1}", "null", ".nan"]
+STRANGE += ["1e308", "-1e308", "9" * 400, "1e400", "[1e308]", "[[1]]", "{1: 1}", "65536", "1000"]
+STRANGE += ["2147483647", "9223372036854775807", r'"\ud800"', r'"\0"', r'{"\ud800": 1}']
+STRANGE += ["&a [*a]", "&a {a: *a}", "[&a [x], *a]", "!!bool 3", "!!int x", "!!int [1]", "!!map 3"]
+STRANGE += ["!!seq {a: 1}", "!!float a", "!!set {a}", "!!binary aGk=", "{? [a] : 1}"]
 
 
 @pytest.mark.parametrize("key", list(known_keys()))
 def test_any_value_of_any_key_gives_a_config_or_a_message(key):
     for value in STRANGE:
         try:
-            load(None, [SOURCES, f"{key}={value}"])
+            summary(load(None, [SOURCES, f"{key}={value}"]))
         except UserError as error:
             assert key.rpartition(".")[2] in str(error)  # noqa: PT017
+            assert "; " in str(error) or "not YAML" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("value", "fragments"),
+    [
+        ("&a [*a]", ["line 1, column 1", "more than 16", "holds itself by an alias", "write it"]),
+        ("[" * 20 + "]" * 20, ["column 17", "more than 16 lists and mappings"]),
+        ("[" * 2000, ["hundreds of lists", "may have 16", "write fewer"]),
+        ("!!bool 3", ["3 has the tag !!bool and is no such value", "drop the tag"]),
+        ("!!int [1]", ["a list has the tag !!int", "drop the tag"]),
+        ("!!map 3", ["3 has the tag !!map and is no mapping", "drop the tag"]),
+        ("!!set {a}", ["the tag !!set is none of !!bool, !!int", "drop the tag"]),
+        ("{? [a] : 1}", ["a key is a list", "write `key: value`"]),
+    ],
+)
+def test_yaml_that_no_config_needs_is_refused_with_what_to_write(value, fragments):
+    text = message(None, SOURCES, f"train.steps={value}")
+    assert all(fragment in text for fragment in fragments), text
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"), [("!!int 300", 300), ("! 300", 300), ('!!int "300"', 300)]
+)
+def test_a_tag_that_suits_its_text_is_read(value, steps):
+    assert load(None, [SOURCES, f"train.steps={value}"]).train.steps == steps
 
 
 CHECK = f"""

@@ -1,8 +1,11 @@
 """What a user reads about one wrong key: key and value, the rule, what to write instead."""
 
 import pytest
+from pydantic import ValidationError
 
 from olmo_jax.config import load
+from olmo_jax.config.messages import divisors, faults
+from olmo_jax.config.records import Config
 from olmo_jax.errors import UserError
 
 
@@ -83,6 +86,23 @@ def test_tensor_parallelism_is_told_why_and_what_instead(override):
             "model.tie_embeddings=1 is neither true nor false; write true or false",
         ),
         ("run_dir=5", "run_dir=5 is not text; put it in quotes"),
+        (
+            'run_dir="\\ud800"',
+            'run_dir="\\uD800" has half of a surrogate pair; write whole characters',
+        ),
+        ('run_dir="a\\0b"', 'run_dir="a\\0b" holds a null character; leave it out'),
+        (
+            "run_dir=[&a [x], *a]",
+            "run_dir=[&id001 [x], *id001] is not text; put it in quotes",
+        ),
+        (
+            "model.num_layers=1001",
+            "model.num_layers=1001 is above 1000; use 1000 or less",
+        ),
+        (
+            "model.d_model=2147483648",
+            "model.d_model=2147483648 is above 2147483647; use 2147483647 or less",
+        ),
         ("run_dir=''", "run_dir='' is empty; write at least 1 character"),
         ("model.windows.pattern=4", "model.windows.pattern=4 is not a list; write [a, b, ...]"),
         (
@@ -109,3 +129,19 @@ def test_tensor_parallelism_is_told_why_and_what_instead(override):
 )
 def test_wrong_type_range_or_choice(override, expected):
     assert message(override) == expected
+
+
+def test_a_rule_of_pydantic_without_a_text_of_its_own_is_quoted():
+    with pytest.raises(ValidationError) as raised:
+        Config.model_validate({"seed": 1, 5: 1})
+    [text] = faults(raised.value)
+    assert text.startswith("5=5 is refused (Keys should be strings); write a value")
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 360])
+def test_divisors_are_all_of_them_in_order(number):
+    assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+def test_divisors_of_a_large_number_come_at_once():
+    assert divisors(2**31 - 1) == [1, 2**31 - 1]

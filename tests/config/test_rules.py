@@ -4,8 +4,16 @@ import pytest
 
 from olmo_jax.config import load, validate, with_mesh
 from olmo_jax.config.load import typed
-from olmo_jax.config.records import Config, DataConfig, MeshConfig, SourceConfig, TrainConfig
-from olmo_jax.config.rules import RULES, violations
+from olmo_jax.config.records import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    RopeConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from olmo_jax.config.rules import RULES, partial_that_rotates, rotated_dims, violations
 from olmo_jax.errors import UserError
 
 SOURCES = "data.sources=[{path: tokens}]"
@@ -38,6 +46,11 @@ WRONG = [
         "2147483647",
         "train.global_batch=32767 or less",
     ),
+    (
+        "train.sequence_length=1048576 model.num_experts=4096 model.top_k=4096",
+        "model.top_k=4096 are 34359738368 routes a step",
+        "use train.sequence_length=524287 or less and train.global_batch=1",
+    ),
     ("model.num_dense_layers=5", "model.num_dense_layers=5 is above model.num_layers=4", "0 to 4"),
     ("model.dense_hidden=0", "model.dense_hidden=0", "1 of the layers", "model.num_dense_layers=0"),
     ("model.num_experts=0", "model.num_experts=0", "3 of the layers", "model.num_dense_layers=4"),
@@ -54,6 +67,12 @@ WRONG = [
         "model.rope.partial=0.1",
         "model.rope.partial=0.1 of model.head_dim=32 rotates 3 dims",
         "model.rope.partial=0.0625 or 0.125",
+    ),
+    ("model.rope.partial=0.15 model.head_dim=47", "rotates 7 dims", "partial=0.12766 or 0.170213"),
+    (
+        "model.rope.partial=0.5 model.head_dim=1",
+        "rotates 0 dims",
+        "use model.head_dim=2 and model.rope.partial=1.0",
     ),
     ("model.rope.partial=0.01", "rotates 0 dims", "model.rope.partial=0.0625"),
     (
@@ -140,6 +159,11 @@ WRONG = [
         "optim.schedule.horizon=50",
         "45 or less",
     ),
+    (
+        "optim.schedule.kind=wsd optim.schedule.decay=200",
+        "a decay of 200 are longer than train.steps=100",
+        "use a decay of 100 or less",
+    ),
     ("train.eval_every=5", "train.eval_every=5", "data.eval_fraction=0.01", "train.eval_every=0"),
     ("data.sources=[]", "data.sources=[]", "write data.sources=[{path: DIR}]"),
 ]
@@ -156,6 +180,25 @@ def test_wrong_config_is_told_its_one_fault(line, fragments):
     text = str(raised.value)
     assert "\n" not in text
     assert all(fragment in text for fragment in fragments), text
+
+
+@pytest.mark.parametrize("partial", [0.01, 0.15, 0.58, 0.99])
+def test_the_share_of_rotated_dims_that_a_message_offers_is_legal(partial):
+    for width in range(2, 513):
+        model = ModelConfig(head_dim=width, rope=RopeConfig(partial=partial))
+        for text in rotated_dims(Config(model=model)):
+            offered = text.rpartition("model.rope.partial=")[2].split(" or ")
+            for share in map(float, offered):
+                mended = ModelConfig(head_dim=width, rope=RopeConfig(partial=share))
+                assert not list(rotated_dims(Config(model=mended))), text
+
+
+def test_every_even_number_of_dims_has_a_share():
+    for width in [*range(2, 513), 65_536]:
+        for num_dims in range(2, width + 1, 2):
+            share = partial_that_rotates(num_dims, width)
+            assert share <= 1
+            assert int(width * share) == num_dims
 
 
 def test_every_rule_has_a_wrong_config():

@@ -13,7 +13,8 @@ from olmo_jax.config.records import (
     WindowConfig,
 )
 from olmo_jax.mesh.devices import build_mesh
-from olmo_jax.plan.flops import Flops, flops_per_token, step_flops
+from olmo_jax.plan.flops import Flops, block_pairs_count, flops_per_token, step_flops
+from olmo_jax.plan.static_sizes import block_pairs
 from olmo_jax.program.jaxpr import live, matmul_flops
 from olmo_jax.train.program import build
 
@@ -84,3 +85,9 @@ def test_useful_flops_of_all_devices_are_those_of_all_tokens(config):
     tokens = train.global_batch * train.sequence_length
     expected = flops_per_token(config.model, train.sequence_length) * tokens
     assert one_device * math.prod(sizes.values()) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 515, 1024, 4097])
+@pytest.mark.parametrize("window", [None, 1, 2, 100, 256, 257, 258, 5000])
+def test_pairs_of_blocks_are_counted_as_they_are_listed(length, window):
+    assert block_pairs_count(length, window) == len(block_pairs(length, window))
