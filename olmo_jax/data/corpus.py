@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,8 @@ from olmo_jax.data.manifest import digest
 from olmo_jax.data.mixture import Proportions
 from olmo_jax.data.rows import assemble
 from olmo_jax.data.shards import evenly
-from olmo_jax.data.sources import Row, Source, Windows, open_source, read
+from olmo_jax.data.sources import Row, Source, Windows, folder_of, open_source, read
+from olmo_jax.data.tokenize import read_tokenizer_file
 from olmo_jax.errors import UserError
 
 ENDLESS = 1 << 62
@@ -57,9 +59,9 @@ class Corpus:
             yield from ahead
 
     def held_out(self, rows: int, num_batches: int) -> list[Batch]:
-        """Return evaluation batches: windows spread evenly over all held-out documents.
+        """Return at most `num_batches`: windows spread evenly over all held-out documents.
 
-        Too few windows are padded with rows that are not real.
+        Too few windows give fewer batches; the last one is filled up with rows that are not real.
         Raises: UserError if no document is held out.
         """
         places = [
@@ -74,7 +76,7 @@ class Corpus:
             )
         chosen = [places[i] for i in evenly(len(places), rows * num_batches)]
         found = [read(source.held_out, start, self.sequence_length) for source, start in chosen]
-        found += [EMPTY_ROW] * (rows * num_batches - len(found))
+        found += [EMPTY_ROW] * (-len(found) % rows)
         return [
             self.assemble(found[start : start + rows], range(rows))
             for start in range(0, len(found), rows)
@@ -96,7 +98,7 @@ class Corpus:
                 f"{self.data.sources[0].path} has no tokenizer.json, so its tokens cannot be read "
                 "as text; write the folder again with `olmo-jax data tokenize`"
             )
-        return Tokenizer.from_file(str(self.tokenizer_path))
+        return read_tokenizer_file(self.tokenizer_path)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens, EOS spelled out."""
@@ -165,13 +167,20 @@ def check_sources(data: DataConfig) -> None:
             "data.sources is empty; training needs at least one; write data.sources: "
             "[{path: FOLDER}] with a folder that `olmo-jax data tokenize` wrote"
         )
-    paths = [source.path for source in data.sources]
-    for path in paths:
-        if paths.count(path) > 1:
+    for first, second in combinations([source.path for source in data.sources], 2):
+        if overlap(Path(first), Path(second)):
             raise UserError(
-                f"data.sources names {path} {paths.count(path)} times; a source is named once; "
-                "write it once with the sum of the weights"
+                f"data.sources names {first} and {second}, which hold the same tokens; a source is "
+                "named once; write it once with the sum of the weights"
             )
+
+
+def overlap(first: Path, second: Path) -> bool:
+    """Say whether two sources are one folder, however spelled, unless both name other files."""
+    if folder_of(first).resolve() != folder_of(second).resolve():
+        return False
+    files = [path.name for path in (first, second) if path.suffix == ".npy"]
+    return len(set(files)) < 2
 
 
 def check_agreement(data: DataConfig, sources: Sequence[Source]) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from io import BufferedIOBase
@@ -32,21 +33,30 @@ def find_inputs(
 
     In a folder, hidden names and folders called as in `exclude` are left out; with `suffixes` only
     names that end in one of them (or in one and .gz) are taken, else all that look like text.
-    Raises: UserError if an input does not exist or nothing is found.
+    Raises: UserError if an input does not exist or is a pipe, or nothing is found.
     """
     found: list[Path] = []
     for path in inputs:
         if path.is_dir():
             found += search(path, suffixes, exclude)
-        elif path.exists():
-            found.append(path)
         else:
-            raise UserError(f"--input {path}: there is no such file or folder; check the path")
+            check_file(path)
+            found.append(path)
     if not found:
         rule = f"ends in {' or '.join(suffixes)}" if suffixes else "looks like text"
         names = " ".join(str(path) for path in inputs)
         raise UserError(f"--input {names}: no file {rule}; name other files, or another --suffix")
     return list(dict.fromkeys(found))
+
+
+def check_file(path: Path) -> None:
+    if not path.exists():
+        raise UserError(f"--input {path}: there is no such file or folder; check the path")
+    if not path.is_file():
+        raise UserError(
+            f"--input {path} is a pipe or a device; an input is read twice, to train the "
+            "vocabulary and to encode; write it to a file first and name that"
+        )
 
 
 def search(folder: Path, suffixes: Sequence[str], exclude: Sequence[str]) -> list[Path]:
@@ -132,6 +142,10 @@ def parse_line(line: bytes, where: str) -> str | Flaw:
         return Flaw(where, bad_byte(error, "line"))
     except json.JSONDecodeError as error:
         return Flaw(where, f"not JSON ({error.msg} at column {error.colno})")
+    except ValueError:  # Python's guard against slow conversions
+        return Flaw(where, f"an integer of more than {sys.get_int_max_str_digits()} digits")
+    except RecursionError:
+        return Flaw(where, "lists or objects nested too deeply to be read")
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         return Flaw(where, 'no string field "text"')

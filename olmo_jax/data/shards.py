@@ -65,19 +65,28 @@ def file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def open_array(path: Path) -> np.ndarray:
-    """Map a `.npy` file.
+def map_array(path: Path) -> np.memmap:
+    """Map a `.npy` file. Raises: ValueError if it is not a whole one, OSError if out of reach."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # what NumPy raises for a broken file has no common class
+        raise ValueError(str(error)) from error
 
-    Raises: UserError if it is missing, not `.npy`, truncated, or has bytes past its end.
+
+def open_array(path: Path) -> np.memmap:
+    """Map a `.npy` file that `tokenize` wrote.
+
+    Raises: UserError if it is missing, not `.npy`, truncated, or has bytes past its end; OSError
+    if it may not be read.
     """
     try:
-        mapped = np.load(path, mmap_mode="r")
+        mapped = map_array(path)
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file; {REWRITE}") from None
-    except (OSError, ValueError, EOFError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not a whole .npy file ({error}); {REWRITE}") from None
-    if not isinstance(mapped, np.memmap):
-        raise UserError(f"{path} is an archive, not one .npy array; {REWRITE}")
     size, expected = path.stat().st_size, mapped.offset + mapped.nbytes
     if size != expected:
         raise UserError(f"{path} has {size} bytes and its header says {expected}; {REWRITE}")

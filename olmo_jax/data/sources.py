@@ -21,6 +21,7 @@ from olmo_jax.data.shards import (
     check_blocks,
     check_ids,
     file_digest,
+    map_array,
     open_documents,
     open_tokens,
 )
@@ -108,7 +109,7 @@ def open_source(source: SourceConfig, *, eval_fraction: float, vocab_size: int) 
     label mask of another length.
     """
     path = Path(source.path)
-    folder = path.parent if path.suffix == ".npy" else path
+    folder = folder_of(path)
     manifest = read_manifest(folder)
     check_vocabulary(folder, manifest, vocab_size)
     shards = pick_shards(folder, manifest, path)
@@ -124,6 +125,11 @@ def open_source(source: SourceConfig, *, eval_fraction: float, vocab_size: int) 
         train=Stream(folder, names, tokens, masks, *train, vocab_size),
         held_out=Stream(folder, names, tokens, masks, *held_out, vocab_size),
     )
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder of a source, which is named itself or by one token file in it."""
+    return path.parent if path.suffix == ".npy" else path
 
 
 def check_vocabulary(folder: Path, manifest: Manifest, vocab_size: int) -> None:
@@ -164,12 +170,12 @@ def open_masks(source: SourceConfig, lengths: list[int]) -> tuple[np.ndarray, ..
         return None
     path = Path(source.label_mask)
     try:
-        mask = np.load(path, mmap_mode="r")
+        mask = map_array(path)
     except FileNotFoundError:
         raise UserError(
             f"label_mask {path}: there is no such file; check the path, or leave label_mask out"
         ) from None
-    except (OSError, ValueError, EOFError) as error:
+    except ValueError as error:
         raise UserError(
             f"label_mask {path} is not a whole .npy file ({error}); write it with numpy.save"
         ) from None

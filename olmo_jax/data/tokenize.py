@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from olmo_jax.data.documents import Flaw, find_inputs, read_documents
 from olmo_jax.data.manifest import (
@@ -27,6 +27,7 @@ EOS = "<|endoftext|>"
 EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 DEFAULT_VOCAB_SIZE = 4096
 SMALLEST_VOCAB_SIZE = 257  # 256 bytes and EOS
+LARGEST_VOCAB_SIZE = 1 << 24  # far above any in use; the trainer reserves memory for all
 SAMPLE_CHARS = 16 << 20
 PIECE_CHARS = 1 << 20
 BATCH_CHARS = 4 << 20
@@ -59,7 +60,7 @@ def tokenize(
         sizes = vocab_size or DEFAULT_VOCAB_SIZE
         codec = train(files, sizes, skip_bad=skip_bad, progress=progress)
     else:
-        codec = load(tokenizer)
+        codec = read_tokenizer_file(tokenizer)
     flaws: list[Flaw] = []
     texts = read_all(files, flaws, skip_bad, progress, "encoding")
     with new_folder(output) as folder:
@@ -81,6 +82,11 @@ def check_request(output: Path, vocab_size: int | None, tokenizer: Path | None) 
         raise UserError(
             f"--vocab-size {vocab_size}: a byte-level vocabulary has 256 bytes and one end of "
             f"document; write {SMALLEST_VOCAB_SIZE} or more"
+        )
+    if vocab_size is not None and vocab_size > LARGEST_VOCAB_SIZE:
+        raise UserError(
+            f"--vocab-size {vocab_size}: a vocabulary has at most {LARGEST_VOCAB_SIZE} tokens; "
+            "write 32000, or another number of that order"
         )
 
 
@@ -164,18 +170,21 @@ def sample(texts: Iterable[str], share: float) -> Iterator[str]:
             return
 
 
-def load(path: Path) -> Tokenizer:
-    """Read a tokenizer.json, without the padding and truncation it may ask for."""
+def read_tokenizer_file(path: Path) -> Tokenizer:
+    """Read a tokenizer.json, without the padding and truncation it may ask for.
+
+    Raises: UserError if it cannot be read.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--tokenizer {path} cannot be read ({error}); check the path") from None
+        raise UserError(f"{path} cannot be read ({error}); name a tokenizer.json") from None
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises nothing narrower
         raise UserError(
-            f"--tokenizer {path} is not a tokenizer.json of Hugging Face tokenizers ({error}); "
-            "name such a file, or leave it out to train one"
+            f"{path} is not a tokenizer.json of Hugging Face tokenizers ({error}); put such a "
+            "file there, or name another"
         ) from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -228,7 +237,7 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype) -> Itera
     end = np.array([find_eos(tokenizer)], dtype)
     parts: list[np.ndarray] = []
     for batch in batches(texts):
-        encodings = tokenizer.encode_batch_fast([t for t, _ in batch], add_special_tokens=False)
+        encodings = encode_batch(tokenizer, [piece for piece, _ in batch])
         for (_, is_last), encoding in zip(batch, encodings, strict=True):
             parts.append(np.array(encoding.ids, dtype))
             if is_last:
@@ -236,11 +245,21 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype) -> Itera
                 parts = []
 
 
+def encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:
+    try:
+        return tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise UserError(
+            f"--tokenizer cannot encode the input ({error}); it must have a token for any text; "
+            "name another, or leave --tokenizer out to train one"
+        ) from error
+
+
 def write(folder: Path, tokenizer: Tokenizer, texts: Iterable[str], flaws: list[Flaw]) -> Manifest:
     """Write shards, tokenizer, the list of skipped inputs and the manifest."""
+    eos_id = find_eos(tokenizer)
     vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
     dtype = np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
-    eos_id = find_eos(tokenizer)
     shards = write_shards(folder, encode(tokenizer, texts, dtype), dtype)
     if not shards:
         raise UserError(

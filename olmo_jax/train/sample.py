@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from olmo_jax.checkpoint import weights
 from olmo_jax.config.records import ModelConfig
-from olmo_jax.data.tokenize import find_eos
+from olmo_jax.data.tokenize import find_eos, read_tokenizer_file
 from olmo_jax.errors import UserError
 from olmo_jax.model import apply
 from olmo_jax.model.transformer import Params, initialise
@@ -88,7 +88,7 @@ def read_tokenizer(run_dir: Path) -> Tokenizer:
             f"{run_dir} has no {run_folder.TOKENIZER}, for its data had none; copy the "
             "tokenizer of that data there"
         )
-    return Tokenizer.from_file(str(path))
+    return read_tokenizer_file(path)
 
 
 def extend(

@@ -1,7 +1,10 @@
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.lib import format as npy
 
 from olmo_jax.data.sources import held
 from olmo_jax.errors import UserError
@@ -109,15 +112,18 @@ def test_the_hash_draws_the_asked_fraction_and_a_larger_one_holds_the_smaller():
     assert (held("cd" * 32, 100_000, 0.1) != large).any()
 
 
-def test_evaluation_batches_are_padded_with_rows_that_are_not_real(tmp_path):
+def test_the_last_evaluation_batch_is_padded_and_none_is_all_padding(tmp_path):
     documents = [[i, i, i] for i in range(1, 40)]
     corpus = open_folders(write_folder(tmp_path / "a", documents), length=16, eval_fraction=0.3)
-    batches = corpus.held_out(4, 3)
-    assert [batch.tokens.shape for batch in batches] == [(4, 16)] * 3
-    real = np.concatenate([batch.real for batch in batches])
-    assert real.sum() == corpus.sources[0].held_out.num_tokens
-    assert not real[-1].any()
-    assert_same(batches[0], corpus.held_out(4, 3)[0])
+    num_tokens = corpus.sources[0].held_out.num_tokens
+    for rows in (2, 3, 4, 1000):
+        batches = corpus.held_out(rows, 100)
+        assert [batch.tokens.shape for batch in batches] == [(rows, 16)] * len(batches)
+        assert len(batches) == -(-num_tokens // (16 * rows))
+        assert all(batch.real.any() for batch in batches)
+        assert sum(batch.real.sum() for batch in batches) == num_tokens
+        assert_same(batches[0], corpus.held_out(rows, 100)[0])
+    assert not corpus.held_out(1000, 1)[0].real[-1].any()
 
 
 def test_few_evaluation_batches_come_from_all_over_the_held_out_documents(tmp_path):
@@ -195,7 +201,7 @@ def test_what_is_wrong_with_the_files_is_said_when_they_are_opened(tmp_path):
         return path.parent
 
     def edit(kind, file, text):
-        (folder(kind) / file).write_text(text)
+        (folder(kind) / file).write_text(text, encoding="latin-1")
         return tmp_path / kind
 
     def replace(kind, old, new):
@@ -222,6 +228,8 @@ def test_what_is_wrong_with_the_files_is_said_when_they_are_opened(tmp_path):
         r"is not a whole \.npy file": cut("7", -9),
         r"is not a whole \.npy file \(": cut("8", 20),
         r"tokens_00000\.npy is not a whole": edit("9", name, "foreign"),
+        r"\.npy is not a whole .*magic string": edit("17", name, "PK\x03\x04"),
+        r"\.npy is not a whole .*EOF in": edit("18", name, "\x93NUMPY\1\0\5\0((((("),
         r"holds float32\[41\]; a token file is one row of uint16": spoil(
             "10", lambda tokens: tokens.astype(np.float32)
         ),
@@ -262,9 +270,10 @@ def test_what_is_wrong_with_the_request_is_said_when_it_is_opened(tmp_path):
     for name, mask in masks.items():
         np.save(tmp_path / name, mask)
     (tmp_path / "text.npy").write_text(text)
+    np.savez(tmp_path / "archive.npz", np.ones(41, bool))
+    (tmp_path / "zip.npy").write_bytes(b"PK\x03\x04 no archive")
     cases = [
         ((), {}, r"data\.sources is empty"),
-        ((a, a), {}, r"names .*a 2 times"),
         ((a,), {"vocab_size": 4999}, r"vocabulary of 5000 and model\.vocab_size=4999; .*=5000"),
         ((b,), {}, r"b has 3 training tokens; one sequence takes train\.sequence_length=4"),
         ((a,), {"eval_fraction": 0.01}, r"eval_fraction=0\.01 holds out none of 1 documents"),
@@ -273,6 +282,8 @@ def test_what_is_wrong_with_the_request_is_said_when_it_is_opened(tmp_path):
         ((a,), {"label_mask": "wide.npy"}, r"holds bool\[41, 1\]"),
         ((a,), {"label_mask": "none.npy"}, r"label_mask .*none\.npy: there is no such file"),
         ((a,), {"label_mask": "text.npy"}, r"label_mask .*text\.npy is not a whole \.npy"),
+        ((a,), {"label_mask": "archive.npz"}, r"archive\.npz is not a whole \.npy .*magic string"),
+        ((a,), {"label_mask": "zip.npy"}, r"zip\.npy is not a whole \.npy .*numpy\.save"),
     ]
     for folders, options, message in cases:
         if "label_mask" in options:
@@ -283,6 +294,45 @@ def test_what_is_wrong_with_the_request_is_said_when_it_is_opened(tmp_path):
         open_folders(a).held_out(2, 2)
     with pytest.raises(UserError, match=r"a has no tokenizer\.json"):
         open_folders(a).decode([1])
+
+
+def test_tokens_are_named_once_however_they_are_spelled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a, b = counting(tmp_path / "a", 10, 4), counting(tmp_path / "a" / "b", 10, 4, first=41)
+    (tmp_path / "link").symlink_to(a)
+    file = Path("a/tokens_00000.npy")
+    again = [(a, a), (a, Path("a")), (a, Path("b/../a")), (a, Path("link")), (a, file), (file, a)]
+    for first, second in again:
+        message = f"names {re.escape(str(first))} and {re.escape(str(second))}, .* named once"
+        with pytest.raises(UserError, match=message):
+            open_folders(b, first, second)
+    open_folders(a, b)  # a folder inside another one has tokens of its own
+    open_folders(a / "tokens_00000.npy", b / "tokens_00000.npy")
+
+
+def test_an_unreadable_tokenizer_is_named(tmp_path):
+    folder = counting(tmp_path / "a", 10, 4)
+    (folder / "tokenizer.json").write_text("none")  # what the manifest of `counting` names
+    with pytest.raises(UserError, match=r"a/tokenizer\.json is not a tokenizer\.json of Hugging"):
+        open_folders(folder).decode([1])
+
+
+@pytest.mark.parametrize("name", ["tokens_00000.npy", "mask.npy"])
+def test_a_file_without_permission_is_not_called_broken(tmp_path, monkeypatch, name):
+    def refuse(path, **_):
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_memmap(path, **_)
+
+    folder, mask, open_memmap = (
+        counting(tmp_path / "a", 10, 4),
+        tmp_path / "mask.npy",
+        npy.open_memmap,
+    )
+    np.save(mask, np.ones(41, bool))
+    monkeypatch.setattr(npy, "open_memmap", refuse)
+    with pytest.raises(PermissionError, match=name):
+        open_folders(folder, label_mask=str(mask))
 
 
 def test_sources_of_two_tokenizers_are_refused(tmp_path, text_folder):

@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -132,6 +133,8 @@ BAD_INPUTS = {
     "f.jsonl": (b'{"text": ""}\n', r'f\.jsonl, line 1: the field "text" is empty'),
     "g.jsonl": (b'{"text": "\\ud800"}\n', r"g\.jsonl, line 1: .*surrogate"),
     "h.jsonl": (b'{"text": "\xfe"}\n', r"h\.jsonl, line 1: byte 10 of the line \(0xfe\)"),
+    "k.jsonl": (b'{"n": ' + b"9" * 5000 + b"}\n", r"k\.jsonl, line 1: .* more than 4300 digits"),
+    "l.jsonl": (b'{"text": ' + b"[" * 100_000, r"l\.jsonl, line 1: .* nested too deeply"),
     "i.txt.gz": (gzip.compress(b"long text " * 99)[:-9], r"i\.txt\.gz: not a whole gzip file"),
     "j.jsonl.gz": (b"no gzip at all", r"j\.jsonl\.gz: not a whole gzip file"),
 }
@@ -158,6 +161,18 @@ def test_a_failed_run_leaves_nothing_behind(tmp_path, write, text_folder):
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path, write, end):
+    def interrupt(stage: str, *_: int) -> None:
+        if stage == "encoding":
+            assert list(tmp_path.glob(".out.partial-*"))
+            raise end
+
+    with pytest.raises(end):
+        run([write("good.txt", b"good")], tmp_path / "out", progress=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["good.txt"]
+
+
 def test_requests_that_cannot_be_met_are_refused(tmp_path, write, text_folder):
     good, out = write("good.txt", b"good"), tmp_path / "out"
     empty = tmp_path / "empty"
@@ -165,16 +180,34 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path, write, text_folder):
     saved = text_folder / "tokenizer.json"
     nameless = write("nameless.json", saved.read_text().replace("<|endoftext|>", "STOP").encode())
     foreign = write("foreign.json", b"{}")
+    hollow = json.loads(saved.read_text()) | {"added_tokens": []}
+    hollow["model"] |= {"vocab": {}, "merges": []}
+    vocab = {"<|endoftext|>": 0, "known": 1}
+    narrow = hollow | {"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "?"}}
+    hollow, narrow = (
+        write(f"{len(record['model'])}.json", json.dumps(record).encode())
+        for record in (hollow, narrow)
+    )
+    os.mkfifo(tmp_path / "pipe")
     cases = [
+        ([tmp_path / "pipe"], {}, r"pipe is a pipe or a device; .* write it to a file first"),
         ([tmp_path / "absent"], {}, r"absent: there is no such file or folder"),
         ([empty], {}, r"empty: no file looks like text"),
         ([tmp_path], {"suffixes": [".rs"]}, r"no file ends in \.rs"),
         ([write("nil.txt", b"")], {"skip_bad": True}, r"no document in it, 1 skipped"),
         ([good], {"vocab_size": 256}, r"--vocab-size 256: .* write 257 or more"),
+        ([good], {"vocab_size": 10**9}, r"--vocab-size 1000000000: .* at most 16777216"),
+        ([good], {"vocab_size": 10**20}, r"--vocab-size 10{20}: .* at most 16777216"),
         ([good], {"tokenizer": saved}, r"--vocab-size 300 and --tokenizer .* one of the two"),
-        ([good], {"vocab_size": None, "tokenizer": foreign}, r"is not a tokenizer\.json"),
+        (
+            [good],
+            {"vocab_size": None, "tokenizer": foreign},
+            r"foreign\.json is not a tokenizer\.json",
+        ),
         ([good], {"vocab_size": None, "tokenizer": empty / "no"}, r"cannot be read"),
         ([good], {"vocab_size": None, "tokenizer": nameless}, r"has none of <\|endoftext\|>"),
+        ([good], {"vocab_size": None, "tokenizer": hollow}, r"has none of <\|endoftext\|>"),
+        ([good], {"vocab_size": None, "tokenizer": narrow}, r"cannot encode .*Missing \[UNK\]"),
     ]
     for inputs, options, message in cases:
         with pytest.raises(UserError, match=message):
