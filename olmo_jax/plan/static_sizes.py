@@ -20,7 +20,7 @@ BLOCK = 256
 EMBEDDING_TILE = 128
 
 # Fewest and most rows. Below 64 the loop costs more than the rows that a smaller tile saves.
-CPU_TILE = (64, 256)
+CPU_TILE = (64, 512)
 
 
 class Pieces(NamedTuple):
