@@ -20,6 +20,7 @@ from olmo_jax.launch import environment
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+NO_DATA = "data.sources=[{path: no/data}]"
 TINY = {
     "mesh": {"expert": 2},
     "model": {
@@ -138,8 +139,8 @@ def test_check_warns_of_a_key_without_effect(capsys: pytest.CaptureFixture[str])
         (["check", QUICKSTART, "mesh.expert=3"], "mesh.expert=3 does not divide"),
         (["check", "no/such.yaml"], "no/such.yaml cannot be read"),
         (["train", QUICKSTART, "train.stepz=3"], "nearest known key is train.steps"),
-        (["train", QUICKSTART, "data.sources=[{path: no/data}]"], "there is no such folder"),
-        (["data", "show", QUICKSTART, "data.sources=[{path: no/data}]"], "no such folder"),
+        (["train", QUICKSTART, "run_dir=no/run", NO_DATA], "there is no such folder"),
+        (["data", "show", QUICKSTART, NO_DATA], "no such folder"),
         (["data", "tokenize", "--input", "no/text", "--output", "x"], "no such file"),
         (["eval", "no/run"], "no/run holds no run"),
         (["sample", "no/run", "text"], "no/run holds no run"),
