@@ -305,7 +305,14 @@ def test_what_the_system_refuses_is_one_message(
     assert "Traceback" not in said
 
 
-def test_output_that_nobody_reads_ends_without_a_traceback() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_without_a_traceback(unbuffered: str) -> None:
     command = f"{sys.executable} -m olmo_jax.cli check {QUICKSTART} | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
     assert done.stderr == ""

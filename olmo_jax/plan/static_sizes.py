@@ -84,7 +84,7 @@ def visited_rows(num_rows: int, num_groups: int, fewest: int, most: int) -> int:
 def capacity(capacity_factor: float, num_tokens: int, top_k: int) -> int:
     """Return the rows that one rank accepts from its group: one budget for all of its experts.
 
-    The product is exact: 1.1 * 10 routes are 11 rows, not 12.
+    The product is exact: 1.1 * 110 routes are 121 rows; in floats it is a little more, so 122.
     Source: olmo_core 3.0.0, nn/moe/v2; report, equation 23.
     """
     return max(1, math.ceil(Fraction(repr(capacity_factor)) * num_tokens * top_k))

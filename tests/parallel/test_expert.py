@@ -89,7 +89,7 @@ def test_what_is_kept_equals_filling_each_rank_one_route_at_a_time(num_ranks, fa
 
 @pytest.mark.parametrize(
     ("factor", "num_tokens", "top_k", "rows"),
-    [(1.1, 10, 1, 11), (1.1, 5, 2, 11), (1.25, 24, 2, 60), (0.01, 1, 1, 1), (1.0, 7, 3, 21)],
+    [(1.1, 110, 1, 121), (1.1, 55, 2, 121), (1.25, 24, 2, 60), (0.01, 1, 1, 1), (1.0, 7, 3, 21)],
 )
 def test_capacity_is_exact_and_at_least_one(factor, num_tokens, top_k, rows):
     assert expert.capacity(factor, num_tokens, top_k) == rows
