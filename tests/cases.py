@@ -24,6 +24,7 @@ from olmo_jax.config.records import (
 from olmo_jax.data.batch import Batch
 from olmo_jax.model.objective import Divisors, Parts, batch_sums, count, divide, total
 from olmo_jax.model.placement import ONE_DEVICE
+from olmo_jax.model.transformer import by_period
 from olmo_jax.optim import adamw
 from olmo_jax.optim.clip import clip_coefficient
 from olmo_jax.optim.decay import decay_mask
@@ -56,6 +57,7 @@ def tiny(
     global_batch: int = ROWS,
     capacity_factor: float = DROPS_NOTHING,
     shard_optimizer: bool = True,
+    parallel: Mapping[str, Any] | None = None,
     router: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
     optim: Mapping[str, Any] | None = None,
@@ -67,7 +69,9 @@ def tiny(
     return Config(
         mesh=MeshConfig(**mesh),
         model=MODEL.model_copy(update={**(model or {}), "router": routing}),
-        parallel=ParallelConfig(capacity_factor=capacity_factor, shard_optimizer=shard_optimizer),
+        parallel=ParallelConfig(
+            capacity_factor=capacity_factor, shard_optimizer=shard_optimizer, **(parallel or {})
+        ),
         optim=OptimConfig(**(optim or {})),
         train=TrainConfig(
             global_batch=global_batch,
@@ -134,10 +138,8 @@ def state_of(program: Program, main: Mapping[str, np.ndarray], **others: Any) ->
     """Return a first state with these main weights; `others` replaces what else it holds."""
     abstract = jax.eval_shape(partial(first_state, program.layout))
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
-    dtype = program.layout.dtype
-    state = zeros._replace(
-        main=dict(main), weights={name: leaf.astype(dtype) for name, leaf in main.items()}
-    )._replace(**others)
+    weights = {name: main[name].astype(leaf.dtype) for name, leaf in abstract.weights.items()}
+    state = zeros._replace(main=dict(main), weights=weights)._replace(**others)
     return jax.device_put(state, shardings(program.mesh, program.specs), may_alias=False)
 
 
@@ -160,7 +162,7 @@ def gradients_of(program: Program, state: State, grad_norm: float) -> dict[str, 
 def _oracle(config: Config) -> Any:
     def value(trained: Any, others: Any, blocks: Batch, step: Any):
         def sums_of(block: Batch):
-            params = {**trained, **others}
+            params = by_period(config.model, {**trained, **others})
             return batch_sums(config, params, block, ONE_DEVICE, step=step, training=True)
 
         sums = jax.lax.map(sums_of, blocks)
@@ -248,7 +250,11 @@ def train_on_one_device(
     return lines, host(main)
 
 
-def bf16_on_eight(num_microbatches: int) -> Config:
-    """Return the config whose programs are looked into: bf16, experts over 4 of 8 devices."""
-    mesh = {"data": 2, "expert": 4}
-    return tiny(mesh, model={"dtype": "bfloat16"}, global_batch=8 * num_microbatches)
+def bf16_on_eight(num_microbatches: int, parallel: Mapping[str, Any] | None = None) -> Config:
+    """Return the config whose programs are looked into: bf16, experts over 4 of 8 devices.
+
+    With FSDP, over 2 of them: each is in a group of 4 that shards, and there are two such groups.
+    """
+    mesh = {"data": 2, "fsdp": 2, "expert": 2} if parallel else {"data": 2, "expert": 4}
+    rows = 8 * num_microbatches
+    return tiny(mesh, model={"dtype": "bfloat16"}, global_batch=rows, parallel=parallel)

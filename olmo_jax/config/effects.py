@@ -87,6 +87,24 @@ def _no_window_binds(config: Config) -> bool:
 
 IDLE: tuple[Idle, ...] = (
     Idle(
+        ("parallel.shard_optimizer",),
+        lambda c: c.parallel.method == "fsdp",
+        "parallel.method=fsdp shards the FP32 state as it shards the weights",
+    ),
+    Idle(
+        ("parallel.reshard",),
+        lambda c: c.parallel.method != "fsdp",
+        "only parallel.method=fsdp gathers weights",
+    ),
+    Idle(
+        ("parallel.method",),
+        lambda c: (
+            c.parallel.method == "fsdp"
+            and (c.mesh.fsdp, c.mesh.expert, c.mesh.sequence) == (1, 1, 1)
+        ),
+        "mesh.fsdp, mesh.expert and mesh.sequence are 1 and nothing is sharded",
+    ),
+    Idle(
         ("parallel.capacity_factor",), lambda c: c.mesh.expert == 1, "mesh.expert=1 drops nothing"
     ),
     Idle(
@@ -192,6 +210,11 @@ IDLE: tuple[Idle, ...] = (
         "there is no warm-up",
     ),
     Idle(("train.eval_batches",), lambda c: c.data.eval_fraction == 0, "data.eval_fraction=0"),
+    Idle(
+        ("checkpoint.init_moments",),
+        lambda c: c.checkpoint.init_from is None,
+        "checkpoint.init_from=null",
+    ),
 )
 
 

@@ -27,6 +27,7 @@ _RULES = {
     "string_pattern_mismatch": ("holds a null character", "leave it out"),
     "string_too_short": ("is empty", "write at least {min_length} character"),
     "tuple_type": ("is not a list", "write [a, b, ...]"),
+    "too_short": ("has {actual_length} entries", "write {min_length} or more"),
     "too_long": ("has {actual_length} entries", "write {max_length}"),
     "greater_than_equal": ("is below {ge}", "use {ge} or more"),
     "greater_than": ("is not above {gt}", "use a number above {gt}"),

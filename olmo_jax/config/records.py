@@ -25,6 +25,10 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Above1 = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+Recompute = (
+    Literal["none", "block", "attention", "experts"]
+    | Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
+)
 
 
 class Record(BaseModel, frozen=True):
@@ -46,6 +50,7 @@ class MeshConfig(Record, frozen=True):
 class ParallelConfig(Record, frozen=True):
     method: Literal["ddp", "fsdp"] = "ddp"
     shard_optimizer: bool = True
+    reshard: Literal["full", "after_backward", "step"] = "full"
     dispatch: Literal["gather"] = "gather"
     capacity_factor: Positive = 1.25
 
@@ -206,6 +211,13 @@ class DataConfig(Record, frozen=True):
     prefetch: SmallCount = 8
 
 
+class ProfileConfig(Record, frozen=True):
+    """A trace of `steps` steps, from step `start` on."""
+
+    start: Count = 10
+    steps: Count = 3
+
+
 class TrainConfig(Record, frozen=True):
     steps: Count = 100
     global_batch: Count = 8
@@ -215,8 +227,23 @@ class TrainConfig(Record, frozen=True):
     head_chunk_tokens: Count = 1024
     eval_every: Natural = 0
     eval_batches: Count = 4
+    recompute: Recompute = "none"
     record_expert_counts: bool = False
     deterministic: bool = False
+    step_timeout_s: Positive = 1800.0
+    first_step_timeout_s: Positive = 7200.0
+    max_bad_steps: Count = 10
+    profile: ProfileConfig | None = None
+
+
+class CheckpointConfig(Record, frozen=True):
+    """Every how many steps the whole state is written, which are kept, what a run starts from."""
+
+    every: Natural = 1000
+    keep: Count = 2
+    keep_every: Natural = 0
+    init_from: Name | None = None
+    init_moments: bool = False
 
 
 class Config(Record, frozen=True):
@@ -228,3 +255,4 @@ class Config(Record, frozen=True):
     optim: OptimConfig = OptimConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()

@@ -1,11 +1,13 @@
 """What must hold between keys: checked once, from the config alone, before any device."""
 
+import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 
 from olmo_jax.config.messages import divisors, listing, show, together
 from olmo_jax.config.records import INT32_MAX, Config, MeshConfig, ScheduleConfig
+from olmo_jax.config.residuals import NAMES
 from olmo_jax.errors import UserError
 
 Rule = Callable[[Config], Iterator[str]]
@@ -29,11 +31,6 @@ def axes_not_built(config: Config) -> Iterator[str]:
                 f"mesh.{axis}={size} asks for {method}, which is not built yet; "
                 f"use mesh.{axis}={legal} and put the devices on {instead}"
             )
-    if config.parallel.method == "fsdp":
-        yield (
-            "parallel.method=fsdp asks for sharded compute weights, which are not built yet; use "
-            "parallel.method=ddp, where parallel.shard_optimizer=true shards the FP32 state"
-        )
 
 
 def axis_sizes(config: Config) -> Iterator[str]:
@@ -278,6 +275,32 @@ def lengths_once(config: Config) -> Iterator[str]:
             )
 
 
+def recompute_names(config: Config) -> Iterator[str]:
+    names = config.train.recompute
+    if isinstance(names, str):
+        return
+    for name in names:
+        if name not in NAMES:
+            nearest = difflib.get_close_matches(name, NAMES, n=1)
+            hint = f" (the nearest is {nearest[0]})" if nearest else ""
+            yield (
+                f"train.recompute={show(names)} has {name}, which names no result that can be "
+                f"computed again{hint}; use none, block, attention, experts, or a list of "
+                f"{listing(tuple(NAMES))}"
+            )
+
+
+def recompute_without_jitter(config: Config) -> Iterator[str]:
+    """What is computed again must not depend on draws."""
+    jitter, policy = config.model.router.jitter_eps, config.train.recompute
+    if jitter is not None and policy != "none":
+        yield (
+            f"train.recompute={show(policy)} does not go with "
+            f"model.router.jitter_eps={show(jitter)}: a block that draws is not computed twice; "
+            "use train.recompute=none, or model.router.jitter_eps=null"
+        )
+
+
 def schedule_parts(config: Config) -> Iterator[str]:
     """What a kind cannot do without."""
     schedule = config.optim.schedule
@@ -359,6 +382,8 @@ RULES: tuple[Rule, ...] = (
     lengths_once,
     schedule_parts,
     schedule_fits,
+    recompute_names,
+    recompute_without_jitter,
     evaluation_data,
     sources,
 )

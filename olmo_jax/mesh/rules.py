@@ -1,7 +1,9 @@
 """Where each parameter lives: the only place where partition specs are written.
 
-A parameter has two roles. `compute` places the weights that forward and backward read, `main` the
-FP32 weights and moments. What lies between the two is what an optimizer step communicates.
+A parameter has three. `compute` places a weight as forward and backward read it, `resident` what a
+device keeps of it through a step (and its gradient), `main` the FP32 weight and its moments. What
+lies between `compute` and `resident` moves at every use of the weight, what lies between `resident`
+and `main` once a step. The methods differ in `METHODS` and in nothing else.
 """
 
 import math
@@ -15,8 +17,30 @@ from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES
 
 Sizes = Mapping[str, int]
 
-COMPUTE: dict[str, dict[str, tuple[str, ...]]] = {"ddp": {"experts": ("expert",)}}
-"""Per method: the mesh axes that a logical dim of a compute weight is divided over."""
+
+@dataclass(frozen=True)
+class Method:
+    """What a method divides: logical dims for compute, and by which mesh axes it goes further.
+
+    `resident` and `main` are the axes that these roles may add, each to the role before it. With
+    `keeps_weights` the resident weights are a copy in the compute dtype; without, they are `main`.
+    """
+
+    compute: Mapping[str, tuple[str, ...]]
+    resident: tuple[str, ...]
+    main: tuple[str, ...]
+    keeps_weights: bool
+
+
+_EXPERTS = {"experts": ("expert",)}
+
+METHODS = {
+    "ddp": Method(_EXPERTS, resident=(), main=AXES, keeps_weights=True),
+    "fsdp": Method(_EXPERTS, resident=("fsdp", "expert", "sequence"), main=(), keeps_weights=False),
+}
+
+STACKED = "layers"
+"""The logical dim that is scanned: what is gathered at every use cannot be divided along it."""
 
 BATCH = P(None, DENSE_DATA_AXES, "sequence")
 """A step's batch, [microbatches, B, L]."""
@@ -32,9 +56,10 @@ REPLICATED = P()
 
 @dataclass(frozen=True)
 class Placed:
-    """Both specs of one parameter."""
+    """The three specs of one parameter."""
 
     compute: P
+    resident: P
     main: P
 
 
@@ -96,27 +121,36 @@ def _first_dim_that_takes(
 ) -> int | None:
     parts = math.prod(sizes[axis] for axis in axes)
     for d, size in enumerate(shape):
-        if size % (parts * math.prod(sizes[axis] for axis in taken[d])) == 0:
+        if size and size % (parts * math.prod(sizes[axis] for axis in taken[d])) == 0:
             return d
     return None
 
 
-def main_spec(shape: Sequence[int], compute: P, sizes: Sizes) -> P:
-    """Return where the FP32 shard lives: `compute`, and every replica axis that divides a dim.
+def further_spec(
+    shape: Sequence[int],
+    spec: P,
+    axes: tuple[str, ...],
+    sizes: Sizes,
+    *,
+    untouched: Sequence[int] = (),
+) -> P:
+    """Return `spec`, divided further by those of `axes` that it does not use.
 
-    All replica axes go to the leading dim that takes them together (scattering a later dim would
+    All of them go to the leading dim that takes them together (scattering a later dim would
     transpose the accumulator); else each to the leading dim that takes it. An axis that divides
-    no dim stays a replica axis: that part of the state is repeated over it.
+    no dim, the `untouched` ones aside, stays a replica axis: that part is repeated over it.
     """
-    taken = [axes_of_entry(entry) for entry in compute]
+    taken = [axes_of_entry(entry) for entry in spec]
     taken += [()] * (len(shape) - len(taken))
-    free = tuple(axis for axis in replica_axes(compute) if sizes[axis] > 1)
-    together = _first_dim_that_takes(free, shape, taken, sizes)
+    free = tuple(axis for axis in replica_axes(spec) if axis in axes and sizes[axis] > 1)
+    # A dim of size 0 takes no part.
+    dims = [0 if d in untouched else size for d, size in enumerate(shape)]
+    together = _first_dim_that_takes(free, dims, taken, sizes)
     groups = [free] if together is not None else [(axis,) for axis in free]
-    for axes in groups:
-        d = _first_dim_that_takes(axes, shape, taken, sizes)
+    for group in groups:
+        d = _first_dim_that_takes(group, dims, taken, sizes)
         if d is not None:
-            taken[d] = (*taken[d], *axes)
+            taken[d] = (*taken[d], *group)
     return P(*(entry[0] if len(entry) == 1 else entry or None for entry in taken))
 
 
@@ -129,15 +163,21 @@ def place(
     shard_optimizer: bool,
     sizes: Sizes,
 ) -> Placed:
-    """Return both specs of the leaf `name`."""
-    compute = compute_spec(name, shape, dims, COMPUTE[method], sizes)
-    return Placed(compute, main_spec(shape, compute, sizes) if shard_optimizer else compute)
+    """Return the specs of the leaf `name`."""
+    rules = METHODS[method]
+    compute = compute_spec(name, shape, dims, rules.compute, sizes)
+    stacked = [d for d, dim in enumerate(dims) if dim == STACKED]
+    resident = further_spec(shape, compute, rules.resident, sizes, untouched=stacked)
+    main = further_spec(shape, resident, rules.main, sizes) if shard_optimizer else resident
+    return Placed(compute, resident, main)
 
 
-def added_axes(placed: Placed) -> list[tuple[int, tuple[str, ...]]]:
-    """Return (dim, axes) for each dim that `main` divides further than `compute`."""
-    compute = [*placed.compute, *[None] * (len(placed.main) - len(placed.compute))]
-    pairs = [
-        (axes_of_entry(c), axes_of_entry(m)) for c, m in zip(compute, placed.main, strict=True)
-    ]
-    return [(d, m[len(c) :]) for d, (c, m) in enumerate(pairs) if m != c]
+Cuts = tuple[tuple[int, tuple[str, ...]], ...]
+"""(dim, axes) for each dim that is divided further, the dim counted from the last, -1."""
+
+
+def cuts(before: P, after: P) -> Cuts:
+    """Return where `after` divides further than `before`."""
+    padded = [*before, *[None] * (len(after) - len(before))]
+    pairs = [(axes_of_entry(b), axes_of_entry(a)) for b, a in zip(padded, after, strict=True)]
+    return tuple((d - len(pairs), a[len(b) :]) for d, (b, a) in enumerate(pairs) if a != b)

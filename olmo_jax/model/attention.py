@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int
 
 from olmo_jax.config.records import ModelConfig
@@ -90,9 +91,9 @@ class Attention(nnx.Module):
         )
 
     def _project(
-        self, x: Float[Array, "B L D"], weight: nnx.Variable, bias: nnx.Variable | None
+        self, name: str, x: Float[Array, "B L D"], weight: nnx.Variable, bias: nnx.Variable | None
     ) -> Float[Array, "B L heads H"]:
-        projected = _add_bias(linear(x, weight[...]), bias)
+        projected = _add_bias(checkpoint_name(linear(x, weight[...]), name), bias)
         limit = self.model.clip_qkv
         return projected if limit is None else jnp.clip(projected, -limit, limit)
 
@@ -117,7 +118,7 @@ class Attention(nnx.Module):
         """Multiply by the sigmoid of a projection of the attention's input."""
         if self.gate is None:
             return attended
-        logits = linear(x, self.gate[...])
+        logits = checkpoint_name(linear(x, self.gate[...]), "attention_gate")
         if self.model.attention_gate_full_precision:
             logits = logits.astype(jnp.float32)
         gate = jax.nn.sigmoid(logits).astype(attended.dtype)
@@ -132,9 +133,9 @@ class Attention(nnx.Module):
         window: int | None,
         attention_backend: str | None = None,
     ) -> Float[Array, "B L D"]:
-        q = self._project(x, self.q, self.q_bias)
-        k = self._project(x, self.k, self.k_bias)
-        v = self._project(x, self.v, self.v_bias)
+        q = self._project("query", x, self.q, self.q_bias)
+        k = self._project("key", x, self.k, self.k_bias)
+        v = self._project("value", x, self.v, self.v_bias)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self._rotate(q, positions, window), self._rotate(k, positions, window)
@@ -149,4 +150,5 @@ class Attention(nnx.Module):
             scale=self.model.head_dim**-0.5,
             backend=attention_backend,
         )
-        return _add_bias(linear(self._gated(attended, x), self.out[...], 2), self.out_bias)
+        out = linear(self._gated(attended, x), self.out[...], 2)
+        return _add_bias(checkpoint_name(out, "attention_output"), self.out_bias)

@@ -37,7 +37,7 @@ class Block(nnx.Module):
         self.mlp_input_norm = _norm(model, make, "mlp_input_norm", before)
         self.mlp_output_norm = _norm(model, make, "mlp_output_norm", after)
         self.moe = MoE(model, make.inside("moe")) if routed else None
-        self.mlp = None if routed else MLP(model, make.inside("mlp"), model.dense_hidden)
+        self.mlp = None if routed else MLP(model, make.inside("mlp"), model.dense_hidden, "mlp")
 
     def __call__(
         self,

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from olmo_jax.config.records import ModelConfig
@@ -40,14 +41,16 @@ class MLP(nnx.Module):
     Source: olmo_core 3.0.0, nn/moe/v2/shared_experts.py.
     """
 
-    def __init__(self, model: ModelConfig, make: Initialiser, hidden: int):
+    def __init__(self, model: ModelConfig, make: Initialiser, hidden: int, name: str):
+        self.name = name
         width = model.d_model
         dims = ("d_model", "hidden")
         self.up_gate = make("up_gate", (width, 2 * hidden), dims, "shared", fan_in=width)
         self.down = make("down", (hidden, width), dims[::-1], "shared", fan_in=hidden)
 
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        return linear(swiglu(linear(x, self.up_gate[...])), self.down[...])
+        hidden = checkpoint_name(linear(x, self.up_gate[...]), f"{self.name}_hidden")
+        return checkpoint_name(linear(swiglu(hidden), self.down[...]), f"{self.name}_output")
 
 
 class Experts(nnx.Module):
@@ -82,7 +85,7 @@ class MoE(nnx.Module):
         self.router = Router(model, make.inside("router"))
         self.experts = Experts(model, make.inside("experts"))
         shared = model.shared_hidden
-        self.shared = MLP(model, make.inside("shared"), shared) if shared else None
+        self.shared = MLP(model, make.inside("shared"), shared, "shared") if shared else None
 
     def _forced(
         self, around: Surroundings, layer: Array, seed: int
@@ -108,9 +111,9 @@ class MoE(nnx.Module):
             "microbatch": lambda value: value,
             "global": placement.over_data,
         }[self.model.router.balance_scope]
-        return balance_sum(
-            terms._replace(counts=add(terms.counts), tokens=add(terms.tokens)), self.model.top_k
-        )
+        sums = (add(terms.counts), add(terms.tokens))
+        counts, tokens = (checkpoint_name(value, "balance_counts") for value in sums)
+        return balance_sum(terms._replace(counts=counts, tokens=tokens), self.model.top_k)
 
     def __call__(
         self,

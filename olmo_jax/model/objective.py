@@ -1,15 +1,23 @@
 """What is trained: cross entropy, its z-loss and the router losses, over global counts."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.data.batch import IGNORED, Batch
 from olmo_jax.model.moe import RouterSums
-from olmo_jax.model.placement import ONE_DEVICE, Placement
-from olmo_jax.model.transformer import Params, check_leaves, forward, head_input
+from olmo_jax.model.placement import ONE_DEVICE, Placement, Tree
+from olmo_jax.model.transformer import (
+    Params,
+    by_period,
+    check_leaves,
+    forward,
+    head_input,
+    head_units,
+)
 from olmo_jax.ops.cross_entropy import cross_entropy
 
 
@@ -57,19 +65,30 @@ def batch_sums(
     step: Int32[Array, ""],
     training: bool,
 ) -> Sums:
-    """Run the model on one microbatch; `params` are as `placement` stores them."""
+    """Run the model on one microbatch; `params` are as `forward` takes them."""
     model = config.model
     hidden, router = forward(
         model, params, batch, placement, step=step, seed=config.seed, training=training
     )
-    normed, weight = head_input(model, params, hidden, placement)
-    entropy, z = cross_entropy(
-        normed.reshape(-1, model.d_model),
+    head = placement.recomputed(partial(_head_sums, config, placement))
+    entropy, z = head(head_units(model, params), hidden, labels_that_count(batch))
+    return Sums(entropy, z, router)
+
+
+def _head_sums(
+    config: Config,
+    placement: Placement,
+    units: tuple[Tree, ...],
+    hidden: Float[Array, "B L D"],
+    labels: Int32[Array, "B L"],
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    normed, weight = head_input(config.model, units, hidden, placement)
+    return cross_entropy(
+        normed.reshape(-1, config.model.d_model),
         weight,
-        labels_that_count(batch).reshape(-1),
+        labels.reshape(-1),
         chunk_tokens=config.train.head_chunk_tokens,
     )
-    return Sums(entropy, z, router)
 
 
 def divide(sums: Sums, divisors: Divisors) -> Parts:
@@ -105,8 +124,9 @@ def objective(
     """
     check_leaves(config.model, params)
     batch = Batch(*map(jnp.asarray, batch))
+    stored = by_period(config.model, params)
     sums = batch_sums(
-        _exact(config), params, batch, ONE_DEVICE, step=jnp.int32(step), training=True
+        _exact(config), stored, batch, ONE_DEVICE, step=jnp.int32(step), training=True
     )
     counted, real = count(batch)
     divisors = Divisors(
@@ -152,8 +172,9 @@ def apply(
     check_leaves(config, params)
     batch = _plain_batch(tokens, jnp.full(tokens.shape, IGNORED), segment_ids)
     exact = config.model_copy(update={"dtype": "float32"})
-    hidden, _ = forward(exact, params, batch, ONE_DEVICE, step=jnp.int32(0), seed=0, training=False)
-    normed, weight = head_input(exact, params, hidden, ONE_DEVICE)
+    stored, step = by_period(exact, params), jnp.int32(0)
+    hidden, _ = forward(exact, stored, batch, ONE_DEVICE, step=step, seed=0, training=False)
+    normed, weight = head_input(exact, head_units(exact, stored), hidden, ONE_DEVICE)
     return jnp.matmul(normed, weight)
 
 
@@ -164,5 +185,6 @@ def loss(
     check_leaves(config, params)
     batch = _plain_batch(tokens, labels, None)
     whole = _exact(Config(model=config))
-    sums = batch_sums(whole, params, batch, ONE_DEVICE, step=jnp.int32(0), training=False)
+    stored = by_period(config, params)
+    sums = batch_sums(whole, stored, batch, ONE_DEVICE, step=jnp.int32(0), training=False)
     return sums.cross_entropy / jnp.maximum(count(batch)[0], 1)

@@ -40,18 +40,33 @@ class RoutedExperts(Protocol):
     ) -> tuple[Float[Array, "t D"], Int32[Array, ""]]: ...
 
 
+@runtime_checkable
+class Recomputed(Protocol):
+    """Wraps a unit's function; `scanned` says that a loop over layers calls it."""
+
+    def __call__(
+        self, function: Callable[..., Any], *, scanned: bool = False
+    ) -> Callable[..., Any]: ...
+
+
+def keep_everything(function: Callable[..., Any], *, scanned: bool = False) -> Callable[..., Any]:
+    """Return the function as it is: autodiff keeps what it likes."""
+    del scanned
+    return function
+
+
 @dataclass(frozen=True)
 class Placement:
     """The functions that differ between one device and a mesh.
 
     `read` turns a unit (embedding, one block, head) as stored into weights typed float32.
-    `block` wraps a block's function, for recompute. `over_sequence` sums counts over the ranks that
-    share a row, `over_data` over all data ranks.
+    `recomputed` wraps a unit's function: it says what backward keeps and what it computes again.
+    `over_sequence` sums counts over the ranks that share a row, `over_data` over all data ranks.
     """
 
     read: Callable[[Tree], Tree]
     experts: RoutedExperts
-    block: Callable[[Callable[..., Any]], Callable[..., Any]]
+    recomputed: Recomputed
     over_sequence: Callable[[Array], Array]
     over_data: Callable[[Array], Array]
 
@@ -89,7 +104,7 @@ def _one_expert_at_a_time(
 ONE_DEVICE = Placement(
     read=lambda unit: unit,
     experts=_one_expert_at_a_time,
-    block=lambda function: function,
+    recomputed=keep_everything,
     over_sequence=lambda value: value,
     over_data=lambda value: value,
 )

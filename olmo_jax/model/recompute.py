@@ -1,32 +1,31 @@
-"""What a block keeps for its backward pass."""
+"""What a unit keeps for its backward pass, by name; the rest it computes again.
 
-from collections.abc import Callable
+Every product, attention, transfer and choice of the model names its result with `checkpoint_name`.
+What has no name (norms, activations, rotations, casts) is cheap and always computed again. Nothing
+derived from a weight alone is kept, but for a gathered weight where the reshard policy says so.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 
-_CHEAP = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "reduce_precision",
-        "reshape",
-        "squeeze",
-        "transpose",
-    }
-)
+
+def _is_kept(kept: frozenset[str], primitive: Primitive, *_: Any, **params: Any) -> bool:
+    if primitive.name == "name":
+        return params["name"] in kept
+    # cuDNN's attention has residuals of its own, which nobody can name from outside.
+    return "dot_product_attention_fwd" in primitive.name and "attention" in kept
 
 
-def _is_worth_keeping(primitive: Primitive, *_: Any, **params: Any) -> bool:
-    """Refuse what only copies, and what is derived from a weight alone: the weight is at hand."""
-    return primitive.name not in _CHEAP and params.get("name") != "weight"
+def keep_only(
+    kept: Iterable[str], function: Callable[..., Any], *, scanned: bool = False
+) -> Callable[..., Any]:
+    """Wrap a unit's function so that backward keeps its arguments and what `kept` names.
 
-
-def keep_all_but_weights(block: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep every intermediate except copies of weights and changes of dtype or shape.
-
-    Without it the scan over layers would store each layer's cast weights a second time.
+    Outside a scan a barrier keeps XLA from merging the second computation with the first.
     """
-    # In a scan the barrier against common subexpressions is not needed.
-    return jax.checkpoint(block, policy=_is_worth_keeping, prevent_cse=False)
+    policy = partial(_is_kept, frozenset(kept))
+    return jax.checkpoint(function, policy=policy, prevent_cse=not scanned)

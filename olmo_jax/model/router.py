@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from olmo_jax.config.records import ModelConfig, RouterConfig
@@ -40,6 +41,7 @@ def _logits(
     logits = jnp.einsum(
         "bld,ed->ble", x.astype(jnp.float32), weight, precision=lax.Precision.HIGHEST
     )
+    logits = checkpoint_name(logits, "router_logits")
     return logits if bias is None else logits + bias
 
 
@@ -124,11 +126,13 @@ def route(
     experts = selection
     if experts is None:
         experts = _select(scores, logits, score_bias, config, top_k)
+    experts = checkpoint_name(experts, "router_choice")
     if config.gating == "topk_softmax":
         weights = jax.nn.softmax(_take(logits, experts), axis=-1)
     else:
         weights = _take(scores, experts)
-    return Routing(_rescale(weights, config), experts, scores, logits)
+    weights = checkpoint_name(_rescale(weights, config), "router_weights")
+    return Routing(weights, experts, scores, logits)
 
 
 def forced_experts(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, Key
 
 from olmo_jax.config.records import ModelConfig
@@ -48,6 +49,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int32[Array, "B L"]) -> Float[Array, "B L D"]:
         x = embed(self.weight[...], tokens, jnp.dtype(self.model.dtype))
+        x = checkpoint_name(x, "embedding")
         # In FP32: sqrt(d_model) itself would be rounded to the compute dtype.
         x = (x.astype(jnp.float32) * self.model.embedding_multiplier).astype(x.dtype)
         return x if self.norm is None else self.norm(x)
@@ -140,6 +142,12 @@ def unit(params: dict[str, Any], prefix: str) -> Tree:
     return unflatten_dict(inside)
 
 
+def _embed(
+    model: ModelConfig, placement: Placement, stored: Tree, tokens: Int32[Array, "B L"]
+) -> Float[Array, "B L D"]:
+    return nnx.merge(_graphs(model)["embedding"], placement.read(stored))(tokens)
+
+
 def _block(
     model: ModelConfig,
     stored: Tree,
@@ -152,9 +160,30 @@ def _block(
     placement: Placement,
     seed: int,
     training: bool,
+    member: int | None,
 ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
+    """Run one block; of a period's leaves it takes the layer `member`.
+
+    Here, and not before: what backward keeps is then the period as it is scanned, not a copy.
+    """
+    if member is not None:
+        stored = jax.tree.map(lambda leaf: lax.index_in_dim(leaf, member, keepdims=False), stored)
     block = nnx.merge(_graphs(model)[kind], placement.read(stored))
     return block(x, around, placement, window=window, layer=layer, seed=seed, training=training)
+
+
+def by_period(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
+    """Return the leaves with the body's stacked as [periods, layers of a period, ...].
+
+    So they are scanned, one period of the window pattern at a time; and so an accumulator must lie
+    for its layers' gradients to be added in place.
+    """
+    plan = layer_plan(model)
+    shape = (len(plan.body) // plan.period, plan.period)
+    return {
+        name: leaf.reshape(*shape, *leaf.shape[1:]) if name.startswith("body.") else leaf
+        for name, leaf in params.items()
+    }
 
 
 def _scan_body(
@@ -165,24 +194,18 @@ def _scan_body(
 ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
     """Scan the body, one period of the window pattern at a time."""
     plan = layer_plan(model)
-    num_periods = len(plan.body) // plan.period
-    layers = jnp.array(plan.body, jnp.int32)
-    by_period = jax.tree.map(
-        lambda leaf: leaf.reshape(num_periods, plan.period, *leaf.shape[1:]), (stored, layers)
-    )
+    layers = jnp.array(plan.body, jnp.int32).reshape(-1, plan.period)
 
     def one_period(x: Array, period: tuple[Tree, Array]) -> tuple[Array, RouterSums | None]:
-        # Unstacked at once: its transpose is one stack, where indexing would add padded zeros.
-        leaves, structure = jax.tree.flatten(period)
-        members = zip(*(jnp.unstack(leaf) for leaf in leaves), strict=True)
+        stored, layers = period
         sums = []
-        for number, member in enumerate(members):
-            stored, layer = jax.tree.unflatten(structure, member)
-            x, layer_sums = run(stored, x, layer, plan.body[number])
+        for member in range(plan.period):
+            number = plan.body[member]
+            x, layer_sums = run(stored, x, layers[member], number, member=member)
             sums.append(layer_sums)
         return x, jax.tree.map(lambda *values: jnp.stack(values), *sums)
 
-    x, sums = lax.scan(one_period, x, by_period)
+    x, sums = lax.scan(one_period, x, (stored, layers))
     return x, jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), sums)
 
 
@@ -196,25 +219,32 @@ def forward(
     seed: int,
     training: bool,
 ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
-    """Return the hidden state before the head's norm, and each routed layer's sums, stacked."""
+    """Return the hidden state before the head's norm, and each routed layer's sums, stacked.
+
+    `params` are as `placement` stores them, and the body's lie `by_period`.
+    """
     plan = layer_plan(model)
     offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     around = Surroundings(
         batch.positions, batch.segment_ids, batch.real, batch.sequence, offsets, step
     )
 
-    def run(stored: Tree, x: Array, layer: Array, number: int) -> tuple[Array, RouterSums | None]:
+    def run(
+        stored: Tree, x: Array, layer: Array, number: int, *, member: int | None = None
+    ) -> tuple[Array, RouterSums | None]:
         settings = {
             "kind": "routed" if is_routed(model, number) else "dense",
             "window": window_of(model, number),
             "placement": placement,
             "seed": seed,
             "training": training,
+            "member": member,
         }
-        return placement.block(partial(_block, model, **settings))(stored, x, around, layer)
+        block = placement.recomputed(partial(_block, model, **settings), scanned=member is not None)
+        return block(stored, x, around, layer)
 
-    embedding = nnx.merge(_graphs(model)["embedding"], placement.read(unit(params, "embedding")))
-    x, parts = embedding(batch.tokens), []
+    embed_tokens = placement.recomputed(partial(_embed, model, placement))
+    x, parts = embed_tokens(unit(params, "embedding"), batch.tokens), []
     for i, layer in enumerate(plan.leading):
         x, sums = run(unit(params, f"leading.{i}"), x, jnp.int32(layer), layer)
         parts.append(sums)
@@ -237,16 +267,24 @@ def _stack(
     return jax.tree.map(lambda *values: jnp.concatenate(values), *alone, body, *after)
 
 
+def head_units(model: ModelConfig, params: dict[str, Any]) -> tuple[Tree, ...]:
+    """Return the units that the head reads, as they are stored."""
+    names = ("head", "embedding") if model.tie_embeddings else ("head",)
+    return tuple(unit(params, name) for name in names)
+
+
 def head_input(
-    model: ModelConfig, params: dict[str, Any], hidden: Float[Array, "B L D"], placement: Placement
+    model: ModelConfig,
+    units: tuple[Tree, ...],
+    hidden: Float[Array, "B L D"],
+    placement: Placement,
 ) -> tuple[Float[Array, "B L D"], Float[Array, "D V"]]:
     """Return the normalised hidden state and the weight that makes logits of it."""
-    head = nnx.merge(_graphs(model)["head"], placement.read(unit(params, "head")))
+    head = nnx.merge(_graphs(model)["head"], placement.read(units[0]))
     normed = head.norm(hidden)
     if head.weight is not None:
         return normed, head.weight[...]
-    tied = placement.read(unit(params, "embedding"))["weight"]
-    return normed, tied.T
+    return normed, placement.read(units[1]["weight"]).T
 
 
 def routed_rows(model: ModelConfig, names: Iterable[str]) -> list[int | slice]:

@@ -41,7 +41,7 @@ def _chunked(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]
 
 
 def _chunked_forward(hidden: Array, weight: Array, labels: Array):
-    weight = checkpoint_name(weight.astype(hidden.dtype), "weight")
+    weight = weight.astype(hidden.dtype)
 
     def sums_of(_: None, chunk: tuple[Array, Array]):
         states, targets = chunk
@@ -54,6 +54,7 @@ def _chunked_forward(hidden: Array, weight: Array, labels: Array):
         return None, (entropy, square, normaliser)
 
     _, (entropy, square, normalisers) = lax.scan(sums_of, None, (hidden, labels))
+    normalisers = checkpoint_name(normalisers, "head_normaliser")
     return (entropy.sum(), square.sum()), (hidden, weight, labels, normalisers)
 
 

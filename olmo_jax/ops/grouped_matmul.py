@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Float32, Int32
 
 from olmo_jax.ops import varying
@@ -76,7 +75,7 @@ def _grouped(rows: Array, weights: Array, group_sizes: Array, backend: str) -> A
 
 
 def _grouped_forward(rows: Array, weights: Array, group_sizes: Array, backend: str):
-    weights = checkpoint_name(weights.astype(rows.dtype), "weight")
+    weights = weights.astype(rows.dtype)
     result = _BACKENDS[backend].product(rows, weights, group_sizes, False)
     return result, (rows, weights, group_sizes)
 

@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 Residuals = tuple[Array, Array]
@@ -23,8 +22,7 @@ def _linear(x: Array, w: Array, num_contracting: int) -> Array:
 
 
 def _forward(x: Array, w: Array, num_contracting: int) -> tuple[Array, Residuals]:
-    # Only the cast weight is kept, under the name that every recompute policy refuses to save.
-    weight = checkpoint_name(w.astype(x.dtype), "weight")
+    weight = w.astype(x.dtype)
     last = tuple(range(x.ndim - num_contracting, x.ndim))
     y = _product(x, weight, (last, tuple(range(num_contracting))), x.dtype)
     return y, (x, weight)

@@ -7,23 +7,24 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from olmo_jax.mesh.rules import Placed, added_axes, axes_used, replica_axes
+from olmo_jax.mesh.rules import Placed, axes_used, cuts, replica_axes
 
 
 def reduce_to_main(gradient: Float32[Array, "..."], placed: Placed) -> Float32[Array, "..."]:
     """Sum a device's own gradient over all replicas and leave each its shard.
 
-    Comm: FP32, once a step: a reduce-scatter over the axes that `main` adds to `compute`
+    Comm: FP32, once a step: a reduce-scatter over the axes that `main` adds to `resident`
     (4 (n-1)/n bytes an element), an all-reduce over what stays a replica axis.
     """
-    left = tuple(axis for axis in replica_axes(placed.main) if axis in replica_axes(placed.compute))
+    left = replica_axes(placed.main)
     with jax.named_scope("reduce_gradients"):
-        for dim, axes in added_axes(placed):
+        for dim, axes in cuts(placed.resident, placed.main):
+            dim += gradient.ndim
             gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
         return lax.psum(gradient, left) if left else gradient
 
 
-def gather_to_compute(
+def gather_to_resident(
     main: Float32[Array, "..."], placed: Placed, dtype: jnp.dtype
 ) -> Float[Array, "..."]:
     """Cast the updated shard to the compute dtype, and give every replica the whole of it.
@@ -32,7 +33,8 @@ def gather_to_compute(
     """
     weight = main.astype(dtype)
     with jax.named_scope("gather_weights"):
-        for dim, axes in added_axes(placed):
+        for dim, axes in cuts(placed.resident, placed.main):
+            dim += weight.ndim
             weight = lax.all_gather(weight, axes, axis=dim, tiled=True, to="invarying")
     return weight
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from olmo_jax.ops.varying import like
@@ -141,7 +142,8 @@ def make_plan(
     route_of_row = empty.at[target].set(route, mode="drop", unique_indices=True)
     asked = real.sum(dtype=jnp.int32) * top_k
     dropped = asked - (mine.row >= 0).sum(dtype=jnp.int32)
-    return Plan(here, route_of_row, keep[:, me].sum(axis=0), dropped)
+    parts = (here, route_of_row, keep[:, me].sum(axis=0))
+    return Plan(*(checkpoint_name(part, "route_plan") for part in parts), dropped)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -252,8 +254,9 @@ def exchange(
     plan = make_plan(
         experts, real, num_experts=num_experts, limit=limit, axis=axis, num_ranks=num_ranks
     )
-    rows = compute(dispatch(x, plan, axis), plan.group_sizes)
-    return combine(rows, weights, plan, axis), plan.dropped
+    rows = checkpoint_name(dispatch(x, plan, axis), "expert_rows")
+    y = combine(compute(rows, plan.group_sizes), weights, plan, axis)
+    return checkpoint_name(y, "combined"), plan.dropped
 
 
 def exchange_in_slices(

@@ -13,11 +13,13 @@ Differs: there the gains and biases of attention and the final norm count as 6 e
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from olmo_jax.config.records import Config, ModelConfig
+from olmo_jax.config.residuals import recomputed
 from olmo_jax.plan.layers import is_routed, window_of
 from olmo_jax.plan.static_sizes import (
     CPU_TILE,
@@ -145,6 +147,55 @@ def _expert_rows(config: Config, tokens: int, num_ranks: int) -> int:
     return visited_rows(rows, model.num_experts // num_ranks, *CPU_TILE)
 
 
+def _computed_again(
+    model: ModelConfig,
+    again: Collection[str],
+    *,
+    tokens: int,
+    pairs: Callable[[int | None], int],
+    rows: int,
+) -> dict[str, int]:
+    """Return the forward FLOPs that the backward pass repeats, by kind; `again` names results.
+
+    The last products of a block's second half are repeated only for a norm that reads them.
+    """
+    gate = {"none": 0, "headwise": 1, "elementwise": model.head_dim}[model.attention_gate]
+    width, head_dim = model.d_model, model.head_dim
+    heads = {
+        "query": model.num_heads * head_dim,
+        "key": model.num_kv_heads * head_dim,
+        "value": model.num_kv_heads * head_dim,
+        "attention_gate": model.num_heads * gate,
+        "attention_output": model.num_heads * head_dim,
+    }
+    read_by_norm = model.norm != "pre"
+
+    def gated(name: str, hidden: int, count: int, *, output: bool) -> int:
+        inner = matmul(count, width, 2 * hidden).forward if f"{name}_hidden" in again else 0
+        outer = matmul(count, hidden, width).forward if f"{name}_output" in again else 0
+        return inner + (outer if output else 0)
+
+    total: Counter[str] = Counter()
+    for layer in range(model.num_layers):
+        for name, out in heads.items():
+            if name in again:
+                total["attention_projections"] += matmul(tokens, width, out).forward
+        scores = attention_scores(model, pairs(window_of(model, layer))).forward
+        if "attention" in again:
+            total["attention_scores"] += scores
+        elif "attention_logsumexp" in again:
+            # It needs the scores, not their product with the values.
+            total["attention_scores"] += scores // 2
+        if not is_routed(model, layer):
+            total["dense_mlp"] += gated("mlp", model.dense_hidden, tokens, output=read_by_norm)
+            continue
+        if "router_logits" in again:
+            total["router"] += router(model, tokens).forward
+        total["routed_experts"] += gated("expert", model.expert_hidden, rows, output=True)
+        total["shared_expert"] += gated("shared", model.shared_hidden, tokens, output=read_by_norm)
+    return total
+
+
 def _executed(config: Config, num_expert_ranks: int) -> dict[str, Flops]:
     """Return what one device multiplies for one microbatch."""
     model, train = config.model, config.train
@@ -161,12 +212,17 @@ def _executed(config: Config, num_expert_ranks: int) -> dict[str, Flops]:
     # The cotangents of a tile, sorted by token, times the matrix of which tokens are equal.
     tile = pieces(tokens, EMBEDDING_TILE)
     parts["embedding"] = Flops()
-    more = {
-        "attention_scores": parts["attention_scores"].forward // 2,
-        "head": parts["head"].forward,
-        "embedding": 2 * tile.total * tile.size * model.d_model,
-    }
-    return {kind: part + Flops(backward=more.get(kind, 0)) for kind, part in parts.items()}
+    more = Counter(
+        {
+            "attention_scores": parts["attention_scores"].forward // 2,
+            "head": parts["head"].forward,
+            "embedding": 2 * tile.total * tile.size * model.d_model,
+        }
+    )
+    more.update(_computed_again(model, recomputed(config), tokens=tokens, pairs=pairs, rows=rows))
+    if "head_normaliser" in recomputed(config):
+        more["head"] += parts["head"].forward
+    return {kind: part + Flops(backward=more[kind]) for kind, part in parts.items()}
 
 
 def step_flops(
@@ -177,7 +233,7 @@ def step_flops(
     `executed` counts what its program multiplies, by the backends that a CPU has: whole blocks of
     attention, whole tiles and unused visits of the routed experts' full buffers, padded chunks of
     the head; in the backward pass the scores and the logits again, and the sums that make the
-    embedding's gradient. Blocks keep their activations, so nothing else is computed twice.
+    embedding's gradient; and what `train.recompute` has it compute again.
     """
     train = config.train
     times = num_microbatches(train, sizes)

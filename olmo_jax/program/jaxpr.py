@@ -358,6 +358,24 @@ def outputs(jaxpr: AnyJaxpr, *primitives: str) -> list[Value]:
     ]
 
 
+def accumulators(jaxpr: AnyJaxpr) -> list[Value]:
+    """Return the arrays that are written in place: those that `jax.new_ref` began with."""
+    return [
+        _value(site, site.name, site.equation.invars[0])
+        for site in walk(jaxpr)
+        if site.name == "new_ref"
+    ]
+
+
+def additions(jaxpr: AnyJaxpr) -> list[Value]:
+    """Return what is added in place to an accumulator, or to a slice of one."""
+    return [
+        _value(site, site.name, site.equation.invars[1])
+        for site in walk(jaxpr)
+        if site.name == "addupdate"
+    ]
+
+
 def float_dtypes(jaxpr: AnyJaxpr, scope: str) -> set[str]:
     """Return the dtypes of all floating-point values computed under `scope` (a substring)."""
     dtypes = (

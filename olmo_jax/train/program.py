@@ -16,10 +16,13 @@ from olmo_jax.mesh.axes import DENSE_DATA_AXES, resolve
 from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.mesh.rules import BATCH, DEVICES, REPLICATED, ROWS
 from olmo_jax.plan.static_sizes import num_microbatches
-from olmo_jax.train.state import Layout, State, first_state, shardings
+from olmo_jax.train.state import Layout, State, first_state, rebuild, shardings
 from olmo_jax.train.step import Metrics, evaluation_step, train_step
 
 BATCH_SPECS = Batch(BATCH, BATCH, BATCH, BATCH, BATCH, ROWS)
+
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+"""XLA may else leave out roundings to bf16, others when it computes a value again than at first."""
 
 
 def _put(value: np.ndarray, sharding: NamedSharding) -> Array:
@@ -62,15 +65,44 @@ class Program:
         )
         return make()
 
-    def place(self, batch: Batch) -> Batch:
-        """Cut a global batch of rows [G, L] into microbatches and put it on the devices."""
-        num_rows = len(batch.sequence)
+    def rebuild(self, main: dict[str, Array]) -> dict[str, Array]:
+        """Return the compute weights that follow from FP32 main weights laid out as `main`."""
+        make = jax.jit(
+            partial(rebuild, self.layout), out_shardings=shardings(self.mesh, self.specs.weights)
+        )
+        return make(main)
+
+    @cached_property
+    def _own_rows(self) -> list[int]:
+        """Return the rows of a microbatch that this process's devices hold, ascending."""
+        num_rows = self.config.train.microbatch * self.num_data_ranks
+        sharding = NamedSharding(self.mesh, ROWS)
+        places = sharding.addressable_devices_indices_map((1, num_rows)).values()
+        return sorted({i for place in places if place for i in range(num_rows)[place[1]]})
+
+    @property
+    def rows(self) -> list[int]:
+        """Return the rows of the global batch that this process reads, ascending."""
         per_microbatch = self.config.train.microbatch * self.num_data_ranks
+        starts = range(0, self.config.train.global_batch, per_microbatch)
+        return [start + row for start in starts for row in self._own_rows]
+
+    def place(self, batch: Batch) -> Batch:
+        """Cut `rows` of a global batch into microbatches and put them on the devices."""
+        per_microbatch, own = self.config.train.microbatch * self.num_data_ranks, self._own_rows
 
         def put(value: Any, sharding: Any) -> Array:
             value = np.asarray(value)
-            cut = value.reshape(num_rows // per_microbatch, per_microbatch, *value.shape[1:])
-            return _put(cut, sharding)
+            cut = value.reshape(-1, len(own), *value.shape[1:])
+
+            def part(index: Any) -> np.ndarray:
+                microbatches, rows, *positions = index
+                held = range(per_microbatch)[rows]
+                begin = own.index(held[0])
+                return cut[(microbatches, slice(begin, begin + len(held)), *positions)]
+
+            shape = (len(cut), per_microbatch, *value.shape[1:])
+            return jax.make_array_from_callback(shape, sharding, part)
 
         return Batch(*map(put, batch, shardings(self.mesh, BATCH_SPECS)))
 
@@ -83,7 +115,7 @@ class Program:
             in_specs=(self.specs, BATCH_SPECS, REPLICATED, DEVICES),
             out_specs=(self.specs, REPLICATED),
         )
-        return jax.jit(mapped, donate_argnums=0)
+        return jax.jit(mapped, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
 
     def abstract_arguments(self) -> tuple[State, Batch, Any, Any]:
         """Return shapes and shardings of the step's arguments: what lowering needs, no data."""
@@ -127,15 +159,17 @@ class Program:
         mapped = jax.shard_map(
             partial(evaluation_step, self.layout),
             mesh=self.mesh,
-            in_specs=(self.specs.weights, self.specs.router_bias, BATCH_SPECS),
+            in_specs=(self.layout.resident(self.specs), self.specs.router_bias, BATCH_SPECS),
             out_specs=REPLICATED,
         )
         state, batch, *_ = self.abstract_arguments()
-        return jax.jit(mapped).lower(state.weights, state.router_bias, batch).compile()
+        resident = self.layout.resident(state)
+        jitted = jax.jit(mapped, compiler_options=COMPILER_OPTIONS)
+        return jitted.lower(resident, state.router_bias, batch).compile()
 
     def evaluate(self, state: State, batch: Batch) -> Metrics:
         """Return `ce_sum` and `counted` of a placed batch; the state is only read."""
-        return self._evaluation(state.weights, state.router_bias, batch)
+        return self._evaluation(self.layout.resident(state), state.router_bias, batch)
 
 
 def build(config: Config, mesh: Mesh) -> Program:

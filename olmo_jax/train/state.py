@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from olmo_jax.config.records import Config
-from olmo_jax.mesh.rules import REPLICATED, Placed, place
+from olmo_jax.mesh.rules import METHODS, REPLICATED, Placed, place
 from olmo_jax.model.transformer import initialise, logical_dims
 from olmo_jax.optim import adamw, skip
 from olmo_jax.optim.decay import decay_mask
@@ -22,7 +22,8 @@ Leaves = dict[str, Any]
 class State(NamedTuple):
     """All of it is donated to the step.
 
-    `weights` are in the compute dtype, `main` and the moments FP32, laid out by their two specs.
+    `weights` are the resident ones in the compute dtype, none if the method keeps only `main`
+    (FSDP). `main` and the moments are FP32.
     `router_bias` is FP32. `step` counts all steps; the moments' count only those that were taken.
     """
 
@@ -48,7 +49,7 @@ class Layout:
 
     @cached_property
     def placed(self) -> dict[str, Placed]:
-        """Return both specs of every parameter.
+        """Return the specs of every parameter.
 
         Raises: UserError if an axis does not divide its dim.
         """
@@ -71,16 +72,25 @@ class Layout:
         return decay_mask(self.shapes[0], self.config.optim.no_decay)
 
     @property
+    def keeps_weights(self) -> bool:
+        """Say whether compute weights stay on the device between steps, beside `main`."""
+        return METHODS[self.config.parallel.method].keeps_weights
+
+    def resident(self, state: State) -> Leaves:
+        """Return what a device keeps of the weights through a step."""
+        return state.weights if self.keeps_weights else state.main
+
+    @property
     def dtype(self) -> jnp.dtype:
         """Return the compute dtype."""
         return jnp.dtype(self.config.model.dtype)
 
     def specs(self) -> State:
         """Return the spec of every array of the state."""
-        compute = {name: placed.compute for name, placed in self.placed.items()}
+        weights = {name: placed.resident for name, placed in self.placed.items()}
         main = {name: placed.main for name, placed in self.placed.items()}
         return State(
-            weights=compute,
+            weights=weights if self.keeps_weights else {},
             main=main,
             moments={"mu": main, "nu": main, "count": REPLICATED},
             router_bias=dict.fromkeys(self.shapes[1], REPLICATED),
@@ -89,12 +99,19 @@ class Layout:
         )
 
 
+def rebuild(layout: Layout, main: Leaves) -> Leaves:
+    """Return the compute weights that follow from `main`: they are never stored."""
+    if not layout.keeps_weights:
+        return {}
+    return {name: leaf.astype(layout.dtype) for name, leaf in main.items()}
+
+
 def first_state(layout: Layout) -> State:
     """Return the state before the first step; under jit with `specs`, nobody holds a whole leaf."""
     config = layout.config
     main, router_bias = initialise(config.model, config.seed)
     return State(
-        weights={name: leaf.astype(layout.dtype) for name, leaf in main.items()},
+        weights=rebuild(layout, main),
         main=main,
         moments=adamw.init(main),
         router_bias=router_bias,

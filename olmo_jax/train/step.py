@@ -8,41 +8,41 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from olmo_jax.config.records import Config
+from olmo_jax.config.residuals import kept
 from olmo_jax.data.batch import Batch
 from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES
 from olmo_jax.model.balance import bias_update
 from olmo_jax.model.moe import RouterSums
-from olmo_jax.model.objective import Divisors, Sums, batch_sums, count, divide, total
-from olmo_jax.model.placement import ExpertWeights, Placement, swiglu
-from olmo_jax.model.recompute import keep_all_but_weights
-from olmo_jax.model.transformer import Params, routed_rows
+from olmo_jax.model.objective import Divisors, batch_sums, count, divide
+from olmo_jax.model.placement import ExpertWeights, Placement, keep_everything, swiglu
+from olmo_jax.model.recompute import keep_only
+from olmo_jax.model.transformer import Params, by_period, routed_rows
 from olmo_jax.ops.grouped_matmul import grouped_matmul
 from olmo_jax.ops.varying import vary_over
 from olmo_jax.optim import adamw, skip
 from olmo_jax.optim.clip import clip_coefficient
-from olmo_jax.parallel import ddp, expert
-from olmo_jax.parallel.distributed_optimizer import gather_to_compute, global_norm, reduce_to_main
+from olmo_jax.parallel import expert, units
+from olmo_jax.parallel.distributed_optimizer import gather_to_resident, global_norm, reduce_to_main
 from olmo_jax.parallel.sums import max_everywhere, sum_everywhere, sum_over
+from olmo_jax.train.accumulate import Resident, accumulate
 from olmo_jax.train.state import Layout, State
 
 Metrics = dict[str, Array]
-
-MICROBATCHES = "microbatches"
-"""The named scope of the accumulation loop: no weight or gradient is communicated inside."""
 
 
 def routed_mlp(
     pool: ExpertWeights, rows: Float[Array, "R D"], group_sizes: Int32[Array, " e"]
 ) -> Float[Array, "R D"]:
     """Pass rows, sorted by expert, through the experts at hand."""
-    hidden = swiglu(grouped_matmul(rows, pool.up_gate, group_sizes))
-    return grouped_matmul(hidden, pool.down, group_sizes)
+    hidden = checkpoint_name(grouped_matmul(rows, pool.up_gate, group_sizes), "expert_hidden")
+    output = grouped_matmul(swiglu(hidden), pool.down, group_sizes)
+    return checkpoint_name(output, "expert_output")
 
 
 def _routed(config: Config, num_ranks: int, *, training: bool) -> Any:
@@ -66,9 +66,9 @@ def _routed(config: Config, num_ranks: int, *, training: bool) -> Any:
 
 def _placement(config: Config, sizes: Mapping[str, int], *, training: bool) -> Placement:
     return Placement(
-        read=ddp.read if training else lambda unit: jax.tree.map(jnp.float32, unit),
+        read=units.read,
         experts=_routed(config, sizes["expert"], training=training),
-        block=keep_all_but_weights if training else lambda function: function,
+        recomputed=partial(keep_only, kept(config)) if training else keep_everything,
         over_sequence=partial(sum_over, axes=("sequence",)),
         over_data=partial(sum_over, axes=(*DENSE_DATA_AXES, "sequence")),
     )
@@ -79,31 +79,6 @@ def _divisors(batch: Batch) -> tuple[Divisors, Int32[Array, ""]]:
     counted, real = sum_everywhere(count(batch))
     floats = (jnp.maximum(number, 1).astype(jnp.float32) for number in (counted, real))
     return Divisors(*floats), real
-
-
-def _accumulate(
-    config: Config,
-    placement: Placement,
-    weights: Params,
-    router_bias: Params,
-    batch: Batch,
-    divisors: Divisors,
-    step: Int32[Array, ""],
-) -> tuple[Params, Sums]:
-    """Return this device's FP32 gradients and sums, added up over the microbatches."""
-
-    def share(sinks: Params, rows: Batch) -> tuple[Float32[Array, ""], Sums]:
-        params = {**ddp.pair(weights, sinks), **router_bias}
-        sums = batch_sums(config, params, rows, placement, step=step, training=True)
-        return total(config, divide(sums, divisors)), sums
-
-    def microbatch(gradients: Params, rows: Batch) -> tuple[Params, Sums]:
-        fresh, sums = jax.grad(share, has_aux=True)(ddp.zeros(weights), rows)
-        return jax.tree.map(jnp.add, gradients, fresh), sums
-
-    with jax.named_scope(MICROBATCHES):
-        gradients, sums = lax.scan(microbatch, ddp.zeros(weights), batch)
-    return gradients, jax.tree.map(lambda value: value.sum(axis=0, dtype=value.dtype), sums)
 
 
 def _router_metrics(config: Config, router: RouterSums | None, real: Array) -> Metrics:
@@ -156,10 +131,9 @@ def train_step(
     placement = _placement(config, layout.sizes, training=True)
     own = Batch(*(vary_over(value, AXES) for value in batch))
     router_bias = {name: vary_over(bias, AXES) for name, bias in state.router_bias.items()}
-    gradients, sums = _accumulate(
-        config,
+    gradients, sums = accumulate(
+        Resident.of(layout, layout.resident(state)),
         placement,
-        ddp.resident(state.weights),
         router_bias,
         own,
         Divisors(*(vary_over(value, AXES) for value in divisors)),
@@ -172,6 +146,7 @@ def train_step(
     loss = parts.cross_entropy
 
     good, take, history = _judge(config, state.history, loss, norm)
+    flags = max_everywhere(_flags(stop, [gradients[name] for name in layout.shapes[0]]))
     scale = clip_coefficient(norm, config.optim.max_grad_norm)
     gradients = {name: leaf * scale for name, leaf in gradients.items()}
     updated = adamw.update(
@@ -179,9 +154,7 @@ def train_step(
     )
     main, moments = skip.keep(take, updated, (state.main, state.moments))
     new = State(
-        weights={
-            name: gather_to_compute(leaf, placed[name], layout.dtype) for name, leaf in main.items()
-        },
+        weights=_weights_after(layout, main),
         main=main,
         moments=moments,
         router_bias=_move_router_bias(config, state.router_bias, sums.router, good),
@@ -194,10 +167,27 @@ def train_step(
         "grad_norm": norm,
         "skipped": 1 - take.astype(jnp.int32),
         "tokens": real,
-        "stop": max_everywhere(stop[0]),
+        "stop": flags[0],
+        "bad_leaves": flags[1:],
         **_router_metrics(config, sums.router, divisors.real),
     }
     return new, metrics
+
+
+def _weights_after(layout: Layout, main: Params) -> Params:
+    """Return the compute weights that stay on the device until the next step."""
+    if not layout.keeps_weights:
+        return {}
+    return {
+        name: gather_to_resident(leaf, layout.placed[name], layout.dtype)
+        for name, leaf in main.items()
+    }
+
+
+def _flags(stop: Int32[Array, "1"], gradients: list[Array]) -> Int32[Array, " flags"]:
+    """Return this device's stop flag and whether each gradient is not finite: one reduction."""
+    bad = [jnp.any(~jnp.isfinite(leaf)).astype(jnp.int32) for leaf in gradients]
+    return jnp.stack([vary_over(flag, AXES) for flag in (stop[0], *bad)])
 
 
 def _judge(
@@ -217,7 +207,9 @@ def evaluation_step(
     """Return the summed cross entropy of the batch and its counted tokens; no drop, no change."""
     config = layout.config
     placement = _placement(config, layout.sizes, training=False)
-    params = {name: vary_over(leaf, AXES) for name, leaf in {**weights, **router_bias}.items()}
+    resident = Resident.of(layout, weights)
+    bias = by_period(config.model, units.own(router_bias))
+    params = {**resident.pair(resident.weights(), resident.zeros()), **bias}
     own = Batch(*(vary_over(value, AXES) for value in batch))
 
     def microbatch(_: None, rows: Batch) -> tuple[None, Float32[Array, ""]]:

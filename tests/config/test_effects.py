@@ -10,6 +10,13 @@ from olmo_jax.config.records import Config
 
 # Overrides, the key that has no effect, the key in the reason.
 CASES = [
+    (
+        ["parallel.method=fsdp", "mesh.fsdp=2", "parallel.shard_optimizer=false"],
+        "parallel.shard_optimizer",
+        "parallel.method=fsdp",
+    ),
+    (["parallel.reshard=step"], "parallel.reshard", "parallel.method=fsdp"),
+    (["parallel.method=fsdp", "mesh.data=2"], "parallel.method", "mesh.fsdp"),
     (["parallel.capacity_factor=2"], "parallel.capacity_factor", "mesh.expert=1"),
     (["model.num_dense_layers=4", "mesh.expert=2"], "mesh.expert", "no layer is routed"),
     (["model.rope.factor=8"], "model.rope.factor", "model.rope.scaling"),
@@ -93,6 +100,7 @@ CASES = [
         "optim.schedule.kind",
     ),
     (["train.eval_batches=2"], "train.eval_batches", "data.eval_fraction=0"),
+    (["checkpoint.init_moments=true"], "checkpoint.init_moments", "checkpoint.init_from=null"),
 ]
 
 

@@ -26,7 +26,18 @@ WRONG = [
     ("mesh.pipeline=2", "mesh.pipeline=2", "pipeline parallelism", "use mesh.pipeline=1"),
     ("mesh.pipeline=-1", "mesh.pipeline=-1", "use mesh.pipeline=1"),
     ("mesh.sequence=2", "mesh.sequence=2", "context parallelism", "use mesh.sequence=1"),
-    ("parallel.method=fsdp", "parallel.method=fsdp", "use parallel.method=ddp"),
+    (
+        "train.recompute=[query,atention]",
+        "train.recompute=[query, atention] has atention",
+        "(the nearest is attention)",
+        "use none, block, attention, experts, or a list of embedding, query",
+    ),
+    (
+        "train.recompute=block model.router.jitter_eps=0.1",
+        "train.recompute=block",
+        "model.router.jitter_eps=0.1",
+        "use train.recompute=none, or model.router.jitter_eps=null",
+    ),
     (
         "mesh.expert=6 model.num_experts=64",
         "mesh.expert=6 does not divide model.num_experts=64; use 1, 2, 4, 8, 16, 32 or 64",

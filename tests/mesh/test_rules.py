@@ -1,4 +1,4 @@
-"""Both specs of a leaf: laws over many shapes and meshes, and what is refused."""
+"""The specs of a leaf: laws over many shapes and meshes, and what is refused."""
 
 import itertools
 import math
@@ -37,43 +37,72 @@ def dims_of(shape, experts):
 
 
 def layouts():
-    """Yield every (shape, sizes, both specs): experts on each dim that they divide, or nowhere."""
-    for shape, sizes in itertools.product(SHAPES, SIZES):
+    """Yield every (shape, sizes, specs): experts on each dim that they divide, or nowhere."""
+    for shape, sizes, method in itertools.product(SHAPES, SIZES, rules.METHODS):
         for experts in [None, *range(len(shape))]:
             if experts is None or shape[experts] % sizes["expert"] == 0:
-                yield shape, sizes, place(shape, dims_of(shape, experts), sizes)
+                dims = dims_of(shape, experts)
+                yield shape, sizes, method, place(shape, dims, sizes, method=method)
 
 
 def parts_of(entry, sizes):
     return math.prod(sizes[axis] for axis in rules.axes_of_entry(entry))
 
 
-def test_both_specs_divide_every_dim_and_use_no_axis_twice():
-    for shape, sizes, placed in layouts():
-        for spec in (placed.compute, placed.main):
+def test_all_specs_divide_every_dim_and_use_no_axis_twice():
+    for shape, sizes, _, placed in layouts():
+        for spec in (placed.compute, placed.resident, placed.main):
             used = rules.axes_used(spec)
             assert len(set(used)) == len(used)
             assert set(used) | set(rules.replica_axes(spec)) == set(AXES)
             assert all(n % parts_of(e, sizes) == 0 for n, e in zip(shape, spec, strict=True))
 
 
-def test_main_keeps_the_compute_axes_and_leaves_no_replica_axis_that_a_dim_takes():
-    for shape, sizes, placed in layouts():
-        pairs = zip(placed.compute, placed.main, strict=True)
-        for compute, main in (tuple(map(rules.axes_of_entry, pair)) for pair in pairs):
-            assert main[: len(compute)] == compute
+def test_a_role_keeps_the_axes_of_the_one_before_and_leaves_none_of_its_own_that_a_dim_takes():
+    allowed = {"ddp": set(AXES), "fsdp": {"fsdp", "expert", "sequence"}}
+    for shape, sizes, method, placed in layouts():
+        for before, after in (
+            (placed.compute, placed.resident),
+            (placed.resident, placed.main),
+        ):
+            for pair in zip(before, after, strict=True):
+                fewer, more = map(rules.axes_of_entry, pair)
+                assert more[: len(fewer)] == fewer
         parts = [parts_of(entry, sizes) for entry in placed.main]
-        for axis in rules.replica_axes(placed.main):
+        assert set(rules.axes_used(placed.main)) <= allowed[method] | {"expert"}
+        for axis in allowed[method] & set(rules.replica_axes(placed.main)):
             takes = [n % (p * sizes[axis]) == 0 for n, p in zip(shape, parts, strict=True)]
             assert sizes[axis] == 1 or not any(takes)
 
 
-def test_what_main_adds_is_the_difference_of_both_specs():
-    for _, sizes, placed in layouts():
-        added = [axis for _, axes in rules.added_axes(placed) for axis in axes]
+def test_cuts_are_the_difference_of_two_specs():
+    for shape, sizes, _, placed in layouts():
+        added = rules.cuts(placed.compute, placed.main)
         compute, main = (set(rules.axes_used(spec)) for spec in (placed.compute, placed.main))
-        assert set(added) == main - compute
-        assert all(sizes[axis] > 1 for axis in added)
+        assert {axis for _, axes in added for axis in axes} == main - compute
+        assert all(sizes[axis] > 1 for _, axes in added for axis in axes)
+        for dim, axes in added:
+            assert set(axes) <= set(rules.axes_of_entry(placed.main[len(shape) + dim]))
+
+
+def test_what_moves_at_every_use_moves_with_fsdp_alone_and_once_a_step_with_ddp_alone():
+    for _, _, method, placed in layouts():
+        at_use = rules.cuts(placed.compute, placed.resident)
+        once = rules.cuts(placed.resident, placed.main)
+        assert {"ddp": at_use, "fsdp": once}[method] == ()
+
+
+def test_fsdp_divides_no_stack_of_layers():
+    sizes = dict(zip(AXES, (1, 2, 2, 2, 1), strict=True))
+    for shape, dims, wanted in [
+        ((4, 8, 5), ("layers", "d_model", "hidden"), P(None, ("fsdp", "expert"), None)),
+        ((4, 3), ("layers", "d_model"), P(None, None)),
+        ((4, 8, 6), ("layers", "experts", "hidden"), P(None, ("expert", "fsdp"), None)),
+        ((4, 2, 6), ("layers", "experts", "hidden"), P(None, "expert", "fsdp")),
+    ]:
+        placed = place(shape, dims, sizes, method="fsdp")
+        assert placed.resident == placed.main == wanted
+    assert place((4, 3), ("layers", "d_model"), sizes).main == P(("data", "fsdp"), None)
 
 
 EIGHT = SIZES[1]
@@ -95,13 +124,12 @@ EIGHT = SIZES[1]
     ],
 )
 def test_main_prefers_the_leading_dim_that_takes_all_replica_axes(shape, compute, main):
-    assert rules.main_spec(shape, compute, EIGHT) == main
+    assert rules.further_spec(shape, compute, AXES, EIGHT) == main
 
 
 def test_without_shard_optimizer_nothing_is_added():
     placed = place((32, 64), ("d_model", "hidden"), EIGHT, shard_optimizer=False)
-    assert placed.main == placed.compute == P(None, None)
-    assert rules.added_axes(placed) == []
+    assert placed.main == placed.resident == placed.compute == P(None, None)
 
 
 def test_an_axis_that_does_not_divide_its_dim_is_refused_with_the_sizes_that_do():

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from olmo_jax.config.records import WindowConfig
 from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.model.objective import objective
 from olmo_jax.model.router import forced_experts
@@ -24,6 +25,17 @@ DENSE_AND_EXPERTS = cases.tiny({"data": 2, "fsdp": 2, "expert": 2}, router=AUXIL
 
 REPLICATED = cases.tiny({"expert": 2}, microbatch=2, shard_optimizer=False)
 """2 devices, 4 microbatches of 2 rows a device, every rank with the whole optimizer state."""
+
+FSDP = {"method": "fsdp"}
+HYBRID = cases.tiny({"data": 2, "fsdp": 2, "expert": 2}, router=AUXILIARY_X1000, parallel=FSDP)
+"""HSDP with experts: groups of 4 shard every leaf, twice; a unit is gathered for each use."""
+
+GATHERED_ONCE = cases.tiny({"fsdp": 2}, microbatch=2, parallel=FSDP | {"reshard": "step"})
+KEPT_FOR_BACKWARD = cases.tiny(
+    {"expert": 2}, microbatch=4, parallel=FSDP | {"reshard": "after_backward"}
+)
+
+BOTH_METHODS = (DENSE_AND_EXPERTS, REPLICATED, HYBRID)
 
 MESHES = [
     {"data": 1},
@@ -84,7 +96,9 @@ def check_first_step(program, taken, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "config", [DENSE_AND_EXPERTS, REPLICATED], ids=["data2_fsdp2_expert2", "expert2_replicated"]
+    "config",
+    [DENSE_AND_EXPERTS, REPLICATED, HYBRID, GATHERED_ONCE, KEPT_FOR_BACKWARD],
+    ids=["data2_fsdp2_expert2", "expert2_replicated", "hsdp_expert2", "step", "after_backward"],
 )
 def test_gradients_and_metrics_of_a_step_are_one_devices(config, program_of, steps):
     check_first_step(program_of(config), steps(config))
@@ -108,20 +122,71 @@ def test_gradients_and_metrics_agree_on_every_mesh(mesh, shard_optimizer, progra
     check_first_step(program, first_step(program))
 
 
+SHARDED_MESHES = [mesh for mesh in MESHES if "fsdp" in mesh or "expert" in mesh]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("reshard", ["full", "after_backward", "step"])
+@pytest.mark.parametrize(
+    "mesh",
+    SHARDED_MESHES,
+    ids=lambda mesh: "_".join(f"{axis}{size}" for axis, size in mesh.items()),
+)
+def test_gradients_and_metrics_of_fsdp_agree_on_every_mesh(mesh, reshard, program_of):
+    program = program_of(cases.tiny(mesh, parallel=FSDP | {"reshard": reshard}))
+    check_first_step(program, first_step(program))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"tie_embeddings": True},
+        {"attention_bias": True, "attention_gate": "elementwise", "qk_norm": "full"},
+        {"num_dense_layers": 2, "norm": "pre", "shared_hidden": 0},
+        {"num_layers": 5, "windows": WindowConfig(pattern=(4, -1))},
+    ],
+    ids=["tied", "bias_and_gate", "pre_norm", "windows"],
+)
+@pytest.mark.parametrize("reshard", ["full", "after_backward", "step"])
+def test_fsdp_gathers_and_scatters_every_kind_of_leaf(reshard, model, program_of):
+    config = cases.tiny(
+        {"data": 2, "fsdp": 2, "expert": 2}, model=model, parallel=FSDP | {"reshard": reshard}
+    )
+    program = program_of(config)
+    params = cases.weights_of(program)
+    biases = {name: np.zeros(b.shape, "f4") for name, b in program.layout.shapes[1].items()}
+    _, metrics, gradients = first_step(program)
+    parts, _, expected = cases.oracle(config, {**params, **biases}, BATCH)
+    cases.assert_close(gradients, expected, ROUNDING)
+    np.testing.assert_allclose(metrics["loss"], parts.cross_entropy, rtol=ROUNDING)
+
+
 # Upstream of the routed experts: a wrong transpose of dispatch leaves expert gradients right.
 UPSTREAM = ["embedding.weight", "leading.0.attention.q", "leading.0.attention.v"]
 
 
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_what_stands_before_the_experts_gets_its_gradient_through_them(name, program_of, steps):
-    for config in (DENSE_AND_EXPERTS, REPLICATED):
+    for config in BOTH_METHODS:
         found, expected = steps(config)[2][name], wanted(program_of(config))[2][name]
         assert np.linalg.norm(expected) > 1e-3
         assert np.linalg.norm(found - expected) <= ROUNDING * np.linalg.norm(expected)
 
 
-def test_five_steps_have_the_losses_norms_and_weights_of_a_plain_loop(program_of):
-    program = program_of(DENSE_AND_EXPERTS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        DENSE_AND_EXPERTS,
+        HYBRID,
+        pytest.param(REPLICATED, marks=pytest.mark.matrix),
+        pytest.param(GATHERED_ONCE, marks=pytest.mark.matrix),
+        pytest.param(KEPT_FOR_BACKWARD, marks=pytest.mark.matrix),
+    ],
+    ids=["distributed", "hsdp", "replicated", "step", "after_backward"],
+)
+def test_five_steps_have_the_losses_norms_and_weights_of_a_plain_loop(config, program_of):
+    program = program_of(config)
     batches = [cases.unkind_batch(seed) for seed in range(5)]
     rates = [1e-3, 2e-3, 3e-3, 2e-3, 1e-3]
     main = cases.weights_of(program)
@@ -133,7 +198,8 @@ def test_five_steps_have_the_losses_norms_and_weights_of_a_plain_loop(program_of
             np.testing.assert_allclose(metrics[name], value, rtol=ROUNDING, err_msg=name)
     cases.assert_close(cases.host(state.main), weights, ROUNDING)
     assert_replicas_agree(state)
-    cases.assert_close(cases.host(state.weights), cases.host(state.main), 0.0)
+    kept = cases.host(state.main) if program.layout.keeps_weights else {}
+    cases.assert_close(cases.host(state.weights), kept, 0.0)
 
 
 def assert_replicas_agree(state: State):
@@ -144,8 +210,9 @@ def assert_replicas_agree(state: State):
             np.testing.assert_array_equal(first, np.asarray(shard.data))
 
 
-def test_gradient_norm_counts_each_logical_element_once_and_is_one_number(program_of):
-    program = program_of(DENSE_AND_EXPERTS)
+@pytest.mark.parametrize("config", [DENSE_AND_EXPERTS, HYBRID], ids=["distributed", "hsdp"])
+def test_gradient_norm_counts_each_logical_element_once_and_is_one_number(config, program_of):
+    program = program_of(config)
     state = cases.state_of(program, cases.weights_of(program))
     state, metrics = program.step(state, program.place(BATCH), 1e-3)
     gradients = cases.gradients_of(program, state, float(metrics["grad_norm"]))
@@ -157,7 +224,7 @@ def test_gradient_norm_counts_each_logical_element_once_and_is_one_number(progra
 
 
 def test_expert_counts_are_a_bincount_over_the_real_tokens_of_the_global_batch(program_of, steps):
-    for config in (DENSE_AND_EXPERTS, REPLICATED):
+    for config in BOTH_METHODS:
         metrics, model = steps(config)[1], config.model
         assert metrics["expert_counts"].dtype == np.int32
         for row, layer in enumerate(range(model.num_dense_layers, model.num_layers)):
@@ -177,7 +244,7 @@ def test_expert_counts_are_a_bincount_over_the_real_tokens_of_the_global_batch(p
 
 
 def test_router_bias_moves_once_a_step_by_the_counts_of_all_microbatches(program_of, steps):
-    for config in (DENSE_AND_EXPERTS, REPLICATED):
+    for config in BOTH_METHODS:
         assert program_of(config).num_microbatches > 1
         state, metrics, _ = steps(config)
         counts = metrics["expert_counts"].astype(np.float64)
@@ -187,10 +254,12 @@ def test_router_bias_moves_once_a_step_by_the_counts_of_all_microbatches(program
         )
 
 
-def test_router_losses_enter_the_gradient_in_proportion_to_their_weights(program_of, steps):
+@pytest.mark.parametrize("heavy", [DENSE_AND_EXPERTS, HYBRID], ids=["distributed", "hsdp"])
+def test_router_losses_enter_the_gradient_in_proportion_to_their_weights(heavy, program_of, steps):
     """Without a label only the router losses are left; 1000 is the ratio of their weights."""
+    configs = (heavy, REPLICATED)
     silent = BATCH._replace(labels=np.full_like(BATCH.labels, -100))
-    alone = [first_step(program_of(config), silent) for config in (DENSE_AND_EXPERTS, REPLICATED)]
+    alone = [first_step(program_of(config), silent) for config in configs]
     (_, metrics, heavy), (_, _, light) = alone
     assert metrics["loss"] == 0
     router = "body.moe.router.weight"
@@ -200,7 +269,7 @@ def test_router_losses_enter_the_gradient_in_proportion_to_their_weights(program
     cases.assert_close({router: heavy[router]}, {router: scaled[router]}, ROUNDING)
     cases.assert_close(heavy, scaled, 1e-4)
     # What is left of the whole gradient does not depend on the weights.
-    whole = [steps(config)[2] for config in (DENSE_AND_EXPERTS, REPLICATED)]
+    whole = [steps(config)[2] for config in configs]
     rest = [
         {name: full[name] - part[name] for name in full}
         for full, part in zip(whole, (heavy, light), strict=True)
@@ -214,7 +283,7 @@ def test_router_losses_enter_the_gradient_in_proportion_to_their_weights(program
 def test_values_of_padding_change_nothing(program_of, steps):
     other = cases.scramble_padding(BATCH, 5)
     assert (other.tokens != BATCH.tokens).any()
-    for config in (DENSE_AND_EXPERTS, REPLICATED):
+    for config in BOTH_METHODS:
         state, metrics, _ = steps(config)
         again, same_metrics, _ = first_step(program_of(config), other)
         jax.tree.map(np.testing.assert_array_equal, metrics, same_metrics)
@@ -222,17 +291,24 @@ def test_values_of_padding_change_nothing(program_of, steps):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("method", ["ddp", "fsdp"])
 @pytest.mark.parametrize("router", [{}, AUXILIARY_X1000], ids=["auxiliary", "auxiliary_x1000"])
 @pytest.mark.parametrize("microbatch", [1, 2])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
-def test_accumulation_changes_no_gradient(num_microbatches, microbatch, router, program_of):
+def test_accumulation_changes_no_gradient(num_microbatches, microbatch, router, method, program_of):
     """One batch of 16 rows over ever fewer ranks; every mesh cuts it differently."""
     ranks = cases.ROWS // (num_microbatches * microbatch)
     if ranks > 8:
         mesh, rows = {"data": 4, "expert": 2}, 8
     else:
         mesh, rows = {"data": max(ranks // 2, 1), "expert": min(ranks, 2)}, cases.ROWS
-    config = cases.tiny(mesh, microbatch=microbatch, global_batch=rows, router=router)
+    config = cases.tiny(
+        mesh,
+        microbatch=microbatch,
+        global_batch=rows,
+        router=router,
+        parallel={"method": method},
+    )
     program = program_of(config)
     assert program.num_microbatches == num_microbatches
     batch = cases.Batch(*(value[:rows] for value in BATCH))
@@ -241,14 +317,18 @@ def test_accumulation_changes_no_gradient(num_microbatches, microbatch, router, 
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("method", ["ddp", "fsdp"])
 @pytest.mark.parametrize("scope", ["instance", "microbatch", "global"])
 @pytest.mark.parametrize("key", ["balance_weight", "z_weight"])
-def test_a_router_loss_times_ten_changes_its_part_of_the_gradient_by_ten(scope, key, program_of):
+def test_a_router_loss_times_ten_changes_its_part_of_the_gradient_by_ten(
+    scope, key, method, program_of
+):
     mesh = {"data": 2, "expert": 2}
     weights = {"balance_weight": 0.005, "z_weight": 0.02, "balance_scope": scope}
     gradients = {}
     for factor in (0, 1, 10):
-        config = cases.tiny(mesh, router=weights | {key: weights[key] * factor})
+        router = weights | {key: weights[key] * factor}
+        config = cases.tiny(mesh, router=router, parallel={"method": method})
         program = program_of(config)
         gradients[factor] = first_step(program)[2]["body.moe.router.weight"]
         if factor:

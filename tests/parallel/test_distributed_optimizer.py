@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from olmo_jax.mesh.axes import AXES
-from olmo_jax.mesh.rules import Placed, axes_used, main_spec
-from olmo_jax.parallel.distributed_optimizer import gather_to_compute, global_norm, reduce_to_main
+from olmo_jax.mesh.rules import METHODS, Placed, axes_used, further_spec
+from olmo_jax.parallel.distributed_optimizer import gather_to_resident, global_norm, reduce_to_main
 
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 2, "sequence": 1}
 LEAVES = {
@@ -26,7 +26,8 @@ LEAVES = {
 
 def placed(name, shard):
     shape, compute = LEAVES[name]
-    return shape, Placed(compute, main_spec(shape, compute, SIZES) if shard else compute)
+    main = further_spec(shape, compute, METHODS["ddp"].main, SIZES) if shard else compute
+    return shape, Placed(compute, compute, main)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_gathered_weights_are_the_cast_of_the_main_weights(name, mesh):
     main = np.random.default_rng(1).normal(size=shape).astype(np.float32)
     run = jax.jit(
         jax.shard_map(
-            partial(gather_to_compute, placed=specs, dtype=jnp.dtype(jnp.bfloat16)),
+            partial(gather_to_resident, placed=specs, dtype=jnp.dtype(jnp.bfloat16)),
             mesh=mesh,
             in_specs=specs.main,
             out_specs=specs.compute,

@@ -59,6 +59,29 @@ CONFIGS = {
         parallel=ParallelConfig(capacity_factor=0.5),
         train=TrainConfig(global_batch=3, sequence_length=301),
     ),
+    "blocks recomputed, norms after": Config(
+        mesh=MeshConfig(fsdp=2, expert=2),
+        model=MODEL.model_copy(update={"norm": "peri", "attention_gate": "headwise"}),
+        parallel=ParallelConfig(method="fsdp"),
+        train=TrainConfig(global_batch=4, sequence_length=23, recompute="block"),
+    ),
+    "blocks recomputed, norms before": Config(
+        mesh=MeshConfig(expert=2),
+        model=MODEL.model_copy(update={"norm": "pre", "num_layers": 2}),
+        train=TrainConfig(global_batch=2, sequence_length=300, recompute="block"),
+    ),
+    "some results recomputed": Config(
+        model=MODEL,
+        train=TrainConfig(
+            global_batch=1,
+            sequence_length=23,
+            recompute=("key", "attention_logsumexp", "expert_output", "mlp_hidden", "combined"),
+        ),
+    ),
+    "the logits of the head too": Config(
+        model=MODEL,
+        train=TrainConfig(global_batch=1, sequence_length=23, recompute=("head_normaliser",)),
+    ),
     "all dense": Config(
         mesh=MeshConfig(data=2),
         model=MODEL.model_copy(update={"num_dense_layers": 3, "num_experts": 0, "top_k": 0}),

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from olmo_jax.mesh.rules import added_axes, axes_of_entry, axes_used, replica_axes
+from olmo_jax.mesh.rules import axes_of_entry, axes_used, cuts, replica_axes
 from olmo_jax.program import MICROBATCHES, measure
 from olmo_jax.program import jaxpr as jaxprs
 from tests import cases
 
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 1, "expert": 4, "sequence": 1}
+HSDP = {"method": "fsdp"}
 MOST = 4
 
 
@@ -78,7 +79,7 @@ def test_bytes_of_gradients_and_weights_follow_from_both_specs(program, contract
     for name, placed in program.layout.placed.items():
         elements = math.prod(program.layout.shapes[0][name].shape)
         elements //= parts(axes_used(placed.compute))
-        for _, axes in added_axes(placed):
+        for _, axes in cuts(placed.resident, placed.main):
             num_ranks = parts(axes)
             wanted["reduce_scatter"] += 4 * elements * (num_ranks - 1) / num_ranks
             elements //= num_ranks
@@ -129,21 +130,32 @@ def test_the_whole_state_is_donated(program, contract):
     assert contract.memory["alias"] == sum(leaves)
 
 
-def local_shape(shape, spec):
-    cut = [parts(axes_of_entry(entry)) for entry in spec] + [1] * (len(shape) - len(spec))
+def local_shape(shape, spec, sizes):
+    cut = [math.prod(sizes[axis] for axis in axes_of_entry(entry)) for entry in spec]
+    cut += [1] * (len(shape) - len(spec))
     return tuple(size // n for size, n in zip(shape, cut, strict=True))
 
 
 def shapes_of(program, name):
     """Return the shapes of a leaf's gradient on a device: stacked, of a layer, of an expert."""
     leaf, placed = program.layout.shapes[0][name], program.layout.placed[name]
-    whole = local_shape(leaf.shape, placed.compute)
+    whole = local_shape(leaf.shape, placed.compute, program.mesh.shape)
     layer = whole[1:] if name.startswith("body") else whole
     return [whole, layer, *([layer[1:]] if "experts" in name else [])]
 
 
-def test_every_product_that_yields_a_weight_gradient_is_fp32(program, step_jaxpr):
-    products = jaxprs.matmuls(step_jaxpr)
+@pytest.fixture(scope="module", params=["ddp", "hsdp"])
+def method(request, program_of, program, step_jaxpr):
+    """Return the program and the jaxpr of the step of a method."""
+    if request.param == "ddp":
+        return program, step_jaxpr
+    other = program_of(cases.bf16_on_eight(MOST, HSDP))
+    return other, jaxprs.live(other.jitted.trace(*other.abstract_arguments()).jaxpr)
+
+
+def test_every_product_that_yields_a_weight_gradient_is_fp32(method):
+    program, jaxpr = method
+    products = jaxprs.matmuls(jaxpr)
     for name in program.layout.shapes[0]:
         if "gain" not in name:
             found = jaxprs.with_shapes(products, shapes_of(program, name))
@@ -153,28 +165,48 @@ def test_every_product_that_yields_a_weight_gradient_is_fp32(program, step_jaxpr
     assert "bfloat16" in {product.operand_dtypes[0] for product in products}
 
 
-def test_every_sum_that_holds_a_weight_gradient_is_fp32(program, step_jaxpr):
-    reductions = jaxprs.float_reductions(step_jaxpr, SIZES)
+def test_every_sum_that_holds_a_weight_gradient_is_fp32(method):
+    program, jaxpr = method
+    reductions = jaxprs.float_reductions(jaxpr, dict(program.mesh.shape))
     assert {collective.dtype for collective in reductions} == {"float32"}
     shapes = [shape for name in program.layout.shapes[0] for shape in shapes_of(program, name)]
-    sums = jaxprs.outputs(step_jaxpr, "add", "add_any", "reduce_sum", "scatter-add")
-    carries = [value for value in jaxprs.scan_values(step_jaxpr) if value.source == "carry"]
+    sums = jaxprs.outputs(jaxpr, "add", "add_any", "reduce_sum", "scatter-add")
+    carries = [value for value in jaxprs.scan_values(jaxpr) if value.source == "carry"]
     for values in (sums, carries):
         floats = [value for value in values if jnp.issubdtype(value.dtype, jnp.floating)]
         found = jaxprs.with_shapes(floats, shapes)
-        assert len(found) >= len(program.layout.shapes[0]) // 2
+        assert found
         assert {value.dtype for value in found} == {"float32"}
-    stacked = {tuple(sorted(shapes_of(program, name)[0])) for name in program.layout.shapes[0]}
-    assert stacked <= {tuple(sorted(value.shape)) for value in carries}
+
+
+def test_each_gradient_is_added_in_place_to_its_one_fp32_accumulator(method):
+    program, jaxpr = method
+    leaves, placed = program.layout.shapes[0], program.layout.placed
+    kept = {
+        name: local_shape(leaf.shape, placed[name].resident, program.mesh.shape)
+        for name, leaf in leaves.items()
+    }
+    sizes = sorted(math.prod(shape) for shape in kept.values())
+    found = jaxprs.accumulators(jaxpr)
+    assert sorted(math.prod(value.shape) for value in found) == sizes
+    added = jaxprs.additions(jaxpr)
+    assert len(added) == len(kept)
+    assert {value.dtype for value in (*found, *added)} == {"float32"}
+    # A layer's gradient at a time, and no copy of weights: no scan over layers yields all of them.
+    stacks = {shape for name, shape in kept.items() if name.startswith("body") and shape[-1] > 8}
+    stacks |= {(shape[0], 1, *shape[1:]) for shape in stacks}
+    results = [v for v in jaxprs.scan_values(jaxpr) if MICROBATCHES in v.scope]
+    assert results
+    assert not [value for value in results if value.shape in stacks]
 
 
 ARITHMETIC = ("add", "sub", "mul", "div", "sqrt", "square", "integer_pow", "pow", "select_n")
 
 
-def test_the_optimizer_computes_in_fp32(step_jaxpr):
+def test_the_optimizer_computes_in_fp32(method):
     values = [
         value
-        for value in jaxprs.outputs(step_jaxpr, *ARITHMETIC, "reduce_sum")
+        for value in jaxprs.outputs(method[1], *ARITHMETIC, "reduce_sum")
         if MICROBATCHES not in value.scope and jnp.issubdtype(value.dtype, jnp.floating)
     ]
     assert len(values) > 100

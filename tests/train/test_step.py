@@ -9,6 +9,7 @@ import pytest
 from olmo_jax.model import router
 from olmo_jax.model.objective import batch_sums
 from olmo_jax.model.placement import ONE_DEVICE
+from olmo_jax.model.transformer import by_period
 from olmo_jax.parallel.expert import capacity
 from tests import cases
 
@@ -61,7 +62,7 @@ def smallest_margin(config, params, batch, monkeypatch):
         return select(scores, logits, score_bias, settings, top_k)
 
     arrays = type(batch)(*map(jax.numpy.asarray, batch))
-    params = jax.tree.map(jax.numpy.asarray, params)
+    params = by_period(config.model, jax.tree.map(jax.numpy.asarray, params))
     with monkeypatch.context() as patched, jax.disable_jit():
         patched.setattr(router, "_select", recorded)
         batch_sums(config, params, arrays, ONE_DEVICE, step=jax.numpy.int32(0), training=True)

@@ -1,0 +1,93 @@
+"""What the backward pass computes again changes no bit of a step, and only what it names."""
+
+import jax
+import numpy as np
+import pytest
+
+from olmo_jax.config.residuals import ALWAYS_KEPT, ATTENTION, EXPERTS, GATHERED, NAMES, kept
+from olmo_jax.program import jaxpr as jaxprs
+from tests import cases
+
+BATCH = cases.unkind_batch(0)
+MESH = {"expert": 2}
+NAMED = ("query", "combined", "balance_counts", "head_normaliser")
+
+
+def config_of(recompute, mesh=MESH, **settings):
+    return cases.tiny(mesh, microbatch=4, train={"recompute": recompute}, **settings)
+
+
+def step_of(program):
+    state = cases.state_of(program, cases.weights_of(program))
+    state, metrics = program.step(state, program.place(BATCH), 1e-3)
+    return cases.host(state), cases.host(metrics)
+
+
+POLICIES = [
+    "block",
+    pytest.param("attention", marks=pytest.mark.matrix),
+    pytest.param("experts", marks=pytest.mark.matrix),
+    pytest.param(NAMED, marks=pytest.mark.matrix, id="named"),
+    pytest.param(tuple(NAMES), marks=pytest.mark.matrix, id="everything"),
+]
+
+
+def assert_same(config, other, program_of):
+    """Every bit of the state (gradients are in the moments) and of the metrics, counts included."""
+    found, wanted = step_of(program_of(config)), step_of(program_of(other))
+    assert np.linalg.norm(wanted[0].moments["mu"]["body.attention.q"]) > 0
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+def test_a_step_is_the_same_to_the_bit(recompute, program_of):
+    assert_same(config_of(recompute), config_of("none"), program_of)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("reshard", ["full", "after_backward", "step"])
+@pytest.mark.parametrize("recompute", ["block", "experts"])
+def test_a_step_of_fsdp_is_the_same_to_the_bit(recompute, reshard, program_of):
+    settings = {
+        "mesh": {"data": 2, "fsdp": 2, "expert": 2},
+        "parallel": {"method": "fsdp", "reshard": reshard},
+    }
+    small = {"global_batch": 16, **settings}
+    configs = [cases.tiny(train={"recompute": policy}, **small) for policy in (recompute, "none")]
+    assert_same(*configs, program_of)
+
+
+def names_kept(program):
+    """Return the names of what crosses from the forward to the backward pass of a step."""
+    traced = program.jitted.trace(*program.abstract_arguments())
+    sites = [site for site in jaxprs.walk(traced.jaxpr) if site.name == "name"]
+    again = {site.equation.params["name"] for site in sites if "rematted_computation" in site.scope}
+    return {site.equation.params["name"] for site in sites}, again
+
+
+EVERY_RESULT = {"attention_gate": "headwise", "num_layers": 3}
+
+
+def test_every_name_is_that_of_a_result(program_of):
+    """A name that nothing has would be kept, or computed again, in vain."""
+    config = cases.tiny(
+        {"fsdp": 2},
+        model=EVERY_RESULT,
+        router={"assignment": "learned"},
+        parallel={"method": "fsdp"},
+    )
+    found, _ = names_kept(program_of(config))
+    assert found == {*NAMES, *ALWAYS_KEPT, GATHERED}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "again"),
+    [("attention", set(ATTENTION)), ("experts", set(EXPERTS)), (("value",), {"value"})],
+    ids=["attention", "experts", "value"],
+)
+def test_what_is_computed_again_is_what_the_policy_names(recompute, again, program_of):
+    config = cases.tiny({}, model=EVERY_RESULT, train={"recompute": recompute}, global_batch=2)
+    _, found = names_kept(program_of(config))
+    # A result that is kept has its name computed again if nothing else is left of it.
+    assert found & set(NAMES) == again
+    assert kept(config) == {*NAMES, *ALWAYS_KEPT} - again
