@@ -65,7 +65,8 @@ def tiny(
 ) -> Config:
     """Return a config for a mesh; routes are random unless `router` says otherwise."""
     routing = RouterConfig(**({"assignment": "random", "bias_gamma": 0.01} | dict(router or {})))
-    settings = {"head_chunk_tokens": 16, "record_expert_counts": True} | dict(train or {})
+    defaults = {"head_chunk_tokens": 16, "record_expert_counts": True, "sequence_length": LENGTH}
+    settings: dict[str, Any] = defaults | dict(train or {})
     return Config(
         mesh=MeshConfig(**mesh),
         model=MODEL.model_copy(update={**(model or {}), "router": routing}),
@@ -76,7 +77,7 @@ def tiny(
         train=TrainConfig(
             global_batch=global_batch,
             microbatch=microbatch,
-            **({"sequence_length": LENGTH} | settings),
+            **settings,
         ),
     )
 

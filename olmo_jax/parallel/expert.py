@@ -142,8 +142,11 @@ def make_plan(
     route_of_row = empty.at[target].set(route, mode="drop", unique_indices=True)
     asked = real.sum(dtype=jnp.int32) * top_k
     dropped = asked - (mine.row >= 0).sum(dtype=jnp.int32)
-    parts = (here, route_of_row, keep[:, me].sum(axis=0))
-    return Plan(*(checkpoint_name(part, "route_plan") for part in parts), dropped)
+    here, route_of_row, group_sizes = (
+        checkpoint_name(part, "route_plan")
+        for part in (here, route_of_row, keep[:, me].sum(axis=0))
+    )
+    return Plan(here, route_of_row, group_sizes, dropped)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

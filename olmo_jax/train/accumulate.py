@@ -6,6 +6,7 @@ the loop, follows from the specs: see `mesh/rules.py`.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,7 @@ def accumulate(
 
     def microbatch(_: None, rows: Batch) -> tuple[None, Sums]:
         used, rows = fsdp.hold_inside(weights, rows) if resident.gathers_inside else (weights, rows)
+        backward: Any
         loss, backward, sums = jax.vjp(partial(share, used, rows), resident.zeros(), has_aux=True)
         backward.with_refs(accumulators)(vary_over(jnp.ones_like(loss), AXES))
         return None, sums

@@ -1,5 +1,7 @@
 """The seam between the weights that a device keeps and their FP32 gradients."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,8 +99,8 @@ def test_a_cut_weight_is_read_whole_in_bf16_and_its_gradient_is_summed_over_the_
     )
     whole, gradients = map(np.asarray, run(main, cotangents))
     rounded = main.astype(BF16).astype(np.float32)
-    coordinates = [
-        dict(zip(AXES, np.unravel_index(r, (1, 2, 2, 2, 1)), strict=True)) for r in range(8)
+    coordinates: list[dict[str, Any]] = [
+        dict(zip(AXES, np.unravel_index(rank, (1, 2, 2, 2, 1)), strict=True)) for rank in range(8)
     ]
     used = {axis for _, axes in cut for axis in axes}
     for rank, place in enumerate(coordinates):

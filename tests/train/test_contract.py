@@ -144,12 +144,20 @@ def shapes_of(program, name):
     return [whole, layer, *([layer[1:]] if "experts" in name else [])]
 
 
-@pytest.fixture(scope="module", params=["ddp", "hsdp"])
+METHODS = [
+    None,
+    HSDP,
+    pytest.param(HSDP | {"reshard": "after_backward"}, marks=pytest.mark.matrix),
+    pytest.param(HSDP | {"reshard": "step"}, marks=pytest.mark.matrix),
+]
+
+
+@pytest.fixture(scope="module", params=METHODS, ids=["ddp", "full", "after_backward", "step"])
 def method(request, program_of, program, step_jaxpr):
     """Return the program and the jaxpr of the step of a method."""
-    if request.param == "ddp":
+    if request.param is None:
         return program, step_jaxpr
-    other = program_of(cases.bf16_on_eight(MOST, HSDP))
+    other = program_of(cases.bf16_on_eight(MOST, request.param))
     return other, jaxprs.live(other.jitted.trace(*other.abstract_arguments()).jaxpr)
 
 

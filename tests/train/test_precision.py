@@ -1,5 +1,7 @@
 """The size of bf16's rounding in gradients, by value: sums do not stall, leaves stay close."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -10,11 +12,13 @@ ROWS, LENGTH = 256, 64
 NUM_TOKENS = ROWS * LENGTH
 
 
-def long_config(num_chunks):
-    """Return a config of one device and one microbatch of 16,384 tokens; both experts get all."""
+def long_config(num_chunks, mesh=None, parallel=None):
+    """Return a config of 16,384 tokens in one microbatch of all devices; both experts get all."""
+    mesh = mesh or {}
     return cases.tiny(
-        {},
-        microbatch=ROWS,
+        mesh,
+        microbatch=ROWS // math.prod(mesh.values()),
+        parallel=parallel,
         global_batch=ROWS,
         model={"dtype": "bfloat16", "num_layers": 2, "num_experts": 2},
         train={"sequence_length": LENGTH, "head_chunk_tokens": NUM_TOKENS // num_chunks},
@@ -39,9 +43,18 @@ def equal_tokens(num_real):
     )
 
 
-def test_a_sum_over_16384_equal_tokens_does_not_stall(program_of):
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        ({}, None),
+        pytest.param({"fsdp": 2}, {"method": "fsdp"}, marks=pytest.mark.matrix),
+        pytest.param({"data": 2, "expert": 2}, None, marks=pytest.mark.matrix),
+    ],
+    ids=["one_device", "fsdp2", "data2_expert2"],
+)
+def test_a_sum_over_16384_equal_tokens_does_not_stall(mesh, parallel, program_of):
     """The loss is a mean, so that one token and 16,384 equal ones have the same gradient."""
-    program = program_of(long_config(64))
+    program = program_of(long_config(64, mesh, parallel))
     one, many = (
         step_from(program, cases.weights_of(program), equal_tokens(n)) for n in (1, NUM_TOKENS)
     )

@@ -48,13 +48,12 @@ def test_a_step_is_the_same_to_the_bit(recompute, program_of):
 @pytest.mark.parametrize("reshard", ["full", "after_backward", "step"])
 @pytest.mark.parametrize("recompute", ["block", "experts"])
 def test_a_step_of_fsdp_is_the_same_to_the_bit(recompute, reshard, program_of):
-    settings = {
-        "mesh": {"data": 2, "fsdp": 2, "expert": 2},
-        "parallel": {"method": "fsdp", "reshard": reshard},
-    }
-    small = {"global_batch": 16, **settings}
-    configs = [cases.tiny(train={"recompute": policy}, **small) for policy in (recompute, "none")]
-    assert_same(*configs, program_of)
+    mesh, parallel = {"data": 2, "fsdp": 2, "expert": 2}, {"method": "fsdp", "reshard": reshard}
+    again, at_hand = (
+        cases.tiny(mesh, train={"recompute": policy}, parallel=parallel)
+        for policy in (recompute, "none")
+    )
+    assert_same(again, at_hand, program_of)
 
 
 def names_kept(program):
