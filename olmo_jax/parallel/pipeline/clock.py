@@ -16,7 +16,10 @@ BACKWARD_UNITS = 2
 
 
 class Timeline(NamedTuple):
-    """When each op starts, and when the last one ends. Units: a forward."""
+    """When each op starts, and when the last one ends. Units: a forward.
+
+    Where a schedule has no backward, its starts are -1.
+    """
 
     forward: Int[np.ndarray, "stages microbatches"]
     backward: Int[np.ndarray, "stages microbatches"]
@@ -36,17 +39,21 @@ def timeline(schedule: Schedule) -> Timeline:
     forward_units = FORWARD_UNITS * schedule.forward.valid.any(axis=1)
     units = forward_units + BACKWARD_UNITS * schedule.backward.valid.any(axis=1)
     starts = np.cumsum(units) - units
-    return Timeline(starts[forward], (starts + forward_units)[backward], int(units.sum()))
+    backward = backward if schedule.forward_only else (starts + forward_units)[backward]
+    return Timeline(starts[forward], backward, int(units.sum()))
 
 
 def bubble(schedule: Schedule) -> Fraction:
     """Return the part of the time in which a rank has nothing to do, the same for every rank."""
-    busy = (FORWARD_UNITS + BACKWARD_UNITS) * schedule.chunks * schedule.microbatches
+    units = FORWARD_UNITS if schedule.forward_only else FORWARD_UNITS + BACKWARD_UNITS
+    busy = units * schedule.chunks * schedule.microbatches
     return 1 - Fraction(busy, timeline(schedule).length)
 
 
 def live(schedule: Schedule) -> Int[np.ndarray, "ticks ranks"]:
     """Return how many chunk activations each rank holds after the forward of each tick."""
+    if schedule.forward_only:
+        return np.zeros((schedule.num_ticks, schedule.ranks), np.int64)
     forwards, backwards = schedule.forward.valid, schedule.backward.valid
     return np.cumsum(forwards, axis=0) - (np.cumsum(backwards, axis=0) - backwards)
 

@@ -74,10 +74,18 @@ def gpipe(ranks: int, chunks: int, microbatches: int) -> Schedule:
     return from_ticks("gpipe", "loop", ranks, entries, backward, lockstep=True)
 
 
+def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    """Return the forwards alone, for evaluation: microbatches follow each other as in training."""
+    require_counts(ranks, chunks, microbatches)
+    _require_groups(ranks, microbatches)
+    entries = _entries(ranks, chunks, microbatches)
+    return from_ticks("forward", "loop", ranks, entries, None, lockstep=True)
+
+
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "v": one_f_one_b_v,
 }
-"""Functions of (ranks, chunks, microbatches)."""
+"""What a training step can run: functions of (ranks, chunks, microbatches)."""

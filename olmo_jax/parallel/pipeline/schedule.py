@@ -41,6 +41,8 @@ class Schedule:
     num_slots: int
     forward: Ops
     backward: Ops
+    forward_only: bool = False
+    """Evaluation: no backward, and no slot is used."""
 
     @property
     def num_stages(self) -> int:
@@ -89,7 +91,7 @@ def from_ticks(
     placement: Placement,
     ranks: int,
     forward: Int[np.ndarray, "stages microbatches"],
-    backward: Int[np.ndarray, "stages microbatches"],
+    backward: Int[np.ndarray, "stages microbatches"] | None,
     *,
     lockstep: bool,
 ) -> Schedule:
@@ -97,6 +99,8 @@ def from_ticks(
     num_stages, microbatches = forward.shape
     chunks = num_stages // ranks
     stages = stages_of(placement, ranks, chunks)
+    if backward is None:
+        return _without_backward(name, placement, forward[stages], lockstep=lockstep)
     num_ticks = int(backward.max()) + (1 if lockstep else 2)
     starts, ends = forward[stages], backward[stages]
     slots = np.stack([_slots(*lives) for lives in zip(starts, ends, strict=True)])
@@ -110,6 +114,30 @@ def from_ticks(
         num_slots=int(slots.max()) + 1,
         forward=_ops(num_ticks, starts, slots),
         backward=_ops(num_ticks, ends, slots),
+    )
+
+
+def _without_backward(
+    name: str,
+    placement: Placement,
+    forward: Int[np.ndarray, "ranks chunks microbatches"],
+    *,
+    lockstep: bool,
+) -> Schedule:
+    ranks, chunks, microbatches = forward.shape
+    num_ticks = int(forward.max()) + 1
+    nothing = np.zeros((ranks, 0, 0), np.int64)
+    return Schedule(
+        name=name,
+        placement=placement,
+        lockstep=lockstep,
+        ranks=ranks,
+        chunks=chunks,
+        microbatches=microbatches,
+        num_slots=0,
+        forward=_ops(num_ticks, forward, np.zeros_like(forward)),
+        backward=_ops(num_ticks, nothing, nothing),
+        forward_only=True,
     )
 
 

@@ -81,7 +81,7 @@ def _range_faults(schedule: Schedule) -> Iterator[str]:
     ends = {
         "chunk": schedule.chunks,
         "microbatch": schedule.microbatches,
-        "slot": schedule.num_slots,
+        "slot": max(schedule.num_slots, 1),
     }
     for kind, ops in (("F", schedule.forward), ("B", schedule.backward)):
         for name, end in ends.items():
@@ -112,7 +112,8 @@ def _count_faults(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
         if first is not op:
             yield f"{op} runs a second time, but ran in tick {first.tick}"
     ranks = ranks_of(schedule.placement, schedule.ranks, schedule.chunks)
-    for kind, stage, microbatch in np.ndindex(2, schedule.num_stages, schedule.microbatches):
+    kinds = 1 if schedule.forward_only else 2
+    for kind, stage, microbatch in np.ndindex(kinds, schedule.num_stages, schedule.microbatches):
         if ("FB"[kind], stage, microbatch) not in found:
             op = f"{'FB'[kind]}(stage {stage}, microbatch {microbatch})"
             yield f"{op} is missing: it runs in no tick on rank {ranks[stage]}"
@@ -159,6 +160,9 @@ def _input_faults(schedule: Schedule, found: _Found) -> Iterator[str]:
 
 def _slot_faults(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
     """A slot must hold one activation from its forward to its backward, and none be spare."""
+    if schedule.forward_only:
+        yield from _slots_without_backward(schedule, ops)
+        return
     held: dict[tuple[int, int], _Op] = {}
     live, peak = Counter[int](), 0
     for op in ops:
@@ -173,3 +177,12 @@ def _slot_faults(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
         peak = max(peak, live[op.rank])
     if peak != schedule.num_slots:
         yield f"num_slots={schedule.num_slots}, but at most {peak} are in use on any rank"
+
+
+def _slots_without_backward(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
+    """Nothing is kept where nothing comes back."""
+    for op in ops:
+        if op.kind == "B":
+            yield f"{op} stands in a schedule that has forwards only"
+    if schedule.num_slots:
+        yield f"num_slots={schedule.num_slots}, but forwards alone keep nothing"

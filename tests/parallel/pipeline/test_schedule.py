@@ -12,6 +12,7 @@ from olmo_jax.parallel.pipeline import (
     SCHEDULES,
     Schedule,
     bubble,
+    forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -163,6 +164,25 @@ def test_steady_ticks_alternate_the_chunks_in_groups_of_ranks():
     schedule = interleaved(2, 2, 4)
     chunks = schedule.forward.chunk[schedule.forward.valid[:, 0], 0]
     assert chunks.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+@given(ranks=st.integers(1, 6), chunks=st.integers(1, 4), groups=st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_forwards_alone_keep_nothing_and_wait_only_to_fill_the_pipeline(ranks, chunks, groups):
+    work = chunks * groups * ranks
+    schedule = validate(forward_only(ranks, chunks, groups * ranks))
+    assert run_in_lockstep(schedule) == ([], groups * ranks)
+    assert timeline(schedule).length == schedule.num_ticks == work + ranks - 1
+    assert bubble(schedule) == Fraction(ranks - 1, work + ranks - 1)
+    assert (schedule.num_slots, peak_live(schedule).max()) == (0, 0)
+    assert refusal(schedule) is None
+
+
+def test_forwards_alone_run_in_the_ticks_of_training():
+    alone, training = forward_only(4, 2, 8), interleaved(4, 2, 8)
+    num_ticks = alone.num_ticks
+    for table, other in zip(alone.forward[:3], training.forward[:3], strict=True):
+        assert np.array_equal(table, other[:num_ticks])
 
 
 V_EXTRA_UNITS = {2: 4, 3: 8, 4: 15, 5: 18, 6: 22, 8: 33}

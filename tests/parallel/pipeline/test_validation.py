@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from olmo_jax.parallel.pipeline import Ops, interleaved, one_f_one_b_v, validate
+from olmo_jax.parallel.pipeline import Ops, forward_only, interleaved, one_f_one_b_v, validate
 
 LOOP = interleaved(2, 2, 4)
 V = one_f_one_b_v(2, 2, 4)
+ALONE = forward_only(2, 2, 4)
 
 
 def copied(schedule):
@@ -133,6 +134,16 @@ IN_PLACE = {
         table_edit("backward", "microbatch", 3, 1, -1),
         "B in tick 3 on rank 1 has microbatch -1, but must have 0 to 3",
     ),
+    "a forward left out where there is nothing else": (
+        ALONE,
+        lambda s: set_op(s.forward, 4, 0, (False, 0, 0, 0)),
+        r"F\(stage 0, microbatch 2\) is missing: it runs in no tick on rank 0",
+    ),
+    "a backward among forwards alone": (
+        ALONE,
+        lambda s: set_op(s.backward, 8, 1, (True, 1, 3, 0)),
+        r"B\(stage 3, microbatch 3\) in tick 8 on rank 1 stands in a schedule that has forwards",
+    ),
     "an idle entry that could index": (
         LOOP,
         table_edit("backward", "slot", 0, 0, 1),
@@ -206,6 +217,10 @@ WHOLE = {
     "fewer slots than used": (
         lambda: replace(LOOP, num_slots=4),
         "F in tick . on rank 0 has slot 4, but must have 0 to 3",
+    ),
+    "slots where nothing is kept": (
+        lambda: replace(ALONE, num_slots=1),
+        "num_slots=1, but forwards alone keep nothing",
     ),
     "more microbatches than run": (
         lambda: replace(LOOP, microbatches=5),

@@ -1,0 +1,115 @@
+"""A lock-step schedule executed: forward, losses and backward of a pipelined model in one program.
+
+A model is cut in three. The body's layers are divided over `pipeline`; a stage is one chunk of
+them. The first part (embedding, leading blocks) and the last (norm, head, loss) are replicated over
+`pipeline` and their work is divided: the first part's by microbatch, one of each group of P on each
+rank, the last part's by row.
+
+Every rank runs the same program. In a tick each runs a forward and a backward of some chunk; a rank
+that the schedule leaves idle runs one of no account. Control flow follows the schedule's numbers
+alone: scans of known length, no conditional (see `segments`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int32
+
+from olmo_jax.errors import UserError
+from olmo_jax.parallel.pipeline import segments as plan
+from olmo_jax.parallel.pipeline.machine import Carry, Machine, assemble, at_the_start
+from olmo_jax.parallel.pipeline.parts import Parts, Tree, own, pick
+from olmo_jax.parallel.pipeline.schedule import Schedule, refusal
+from olmo_jax.parallel.pipeline.ticks import advance, argument
+
+__all__ = ["Parts", "pick", "run"]
+
+
+def run(
+    schedule: Schedule,
+    functions: Parts,
+    *,
+    sinks: Parts | None,
+    data: Tree,
+    labels: Int32[Array, "M T"],
+    ignored: int,
+) -> tuple[Parts | None, Parts]:
+    """Return this device's (gradients, sums) over all microbatches; runs inside `shard_map`.
+
+    The functions each return a share of the objective, which is differentiated (FP32, its global
+    divisors in it), and sums, which are not (counts, losses to report):
+
+    - `first(sinks, data) -> (x, share, sums)`: a microbatch's input to the body;
+    - `body(sinks, x, data, chunk) -> (y, share, sums)`: one of this rank's chunks; y is like x;
+    - `last(sinks, rows, labels) -> (share, sums)`: some rows [t, D] of the body's output, and their
+      labels [t]. Rows that do not count have the label `ignored`.
+
+    They close over the weights, as this device's own (varying over all axes), and over whatever
+    else is the same for all microbatches. What differs is `data`, leaves [M, ...], which all
+    pipeline ranks have. A loop over layers reads each where it lies, `pick(weights, chunk, layer)`:
+    a whole chunk would be copied.
+
+    Differentiated are the `sinks`: FP32 zeros that nobody reads, tied to weights (`ddp.attach`).
+    The body's are [chunks, ...], and `body` gets one chunk's. Gradients are like the sinks, and
+    added up in place. Sums are added up in their own dtype; the body's come as [chunks, ...].
+
+    A layer must stand under `jax.checkpoint` with an allow-list of names. What backward needs
+    beyond weights and data lies in slots, as many as a rank has live activations (see
+    `segments.Tables`).
+
+    With a schedule of forwards alone, `sinks` is None, each function gets None for them, and the
+    gradients are None.
+
+    Comm: along `pipeline`, in the dtype of x: two permutes of x a tick; a reduce-scatter and an
+        all-gather of x a microbatch (its rows to and from the last part); an all-gather of x and a
+        reduce-scatter of P times x a group of P microbatches (to and from the first part).
+    Raises: UserError for a schedule that is not in lock-step; ValueError for arrays that do not fit
+        the schedule.
+    """
+    _check(schedule, sinks, (data, labels))
+    padded = _by_rank(own(labels), schedule.ranks, ignored)
+    machine = assemble(schedule, functions, sinks, own(data), padded)
+    carry = at_the_start(machine)
+    for loop in machine.program.loops:
+        carry = _loop(machine, carry, loop)
+    return (None if sinks is None else carry.gradients), carry.sums
+
+
+def _check(schedule: Schedule, sinks: Parts | None, data: Tree) -> None:
+    reason = refusal(schedule)
+    if reason is not None:
+        raise UserError(reason)
+    if (sinks is None) != schedule.forward_only:
+        given, rule = ("no sinks", "needs") if sinks is None else ("sinks", "has no use for")
+        raise ValueError(f"{given} given, but the {schedule.name} schedule {rule} them")
+    for leaf in jax.tree.leaves(data):
+        if leaf.shape[0] != schedule.microbatches:
+            raise ValueError(
+                f"data or labels of shape {list(leaf.shape)}, but the schedule has "
+                f"{schedule.microbatches} microbatches; give as many along the leading dim"
+            )
+
+
+def _by_rank(labels: Int32[Array, "M T"], ranks: int, ignored: int) -> Int32[Array, "M P t"]:
+    """Return the labels of each rank's rows, with rows that do not count at the end."""
+    more = -labels.shape[1] % ranks
+    padded = jnp.pad(labels, ((0, 0), (0, more)), constant_values=ignored)
+    return padded.reshape(len(labels), ranks, -1)
+
+
+def _loop(machine: Machine, carry: Carry, loop: plan.Loop) -> Carry:
+    """Run like iterations: one as it is, several as a scan."""
+    arguments = [[argument(machine, step) for step in iteration] for iteration in loop]
+
+    def once(carry: Carry, arguments: list[Any]) -> tuple[Carry, None]:
+        for step, numbers in zip(loop[0], arguments, strict=True):
+            carry = advance(machine, carry, step, numbers)
+        return carry, None
+
+    if len(loop) == 1:
+        return once(carry, jax.tree.map(jnp.asarray, arguments[0]))[0]
+    stacked = jax.tree.map(lambda *values: jnp.asarray(np.stack(values)), *arguments)
+    return lax.scan(once, carry, stacked)[0]

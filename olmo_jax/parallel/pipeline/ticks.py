@@ -1,0 +1,202 @@
+"""The work of a pipeline step: a tick of forwards, losses and backwards, and the group events."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from olmo_jax.parallel.pipeline import segments as plan
+from olmo_jax.parallel.pipeline.machine import Carry, Machine
+from olmo_jax.parallel.pipeline.parts import own, pick, put
+from olmo_jax.parallel.pipeline.residuals import Known
+from olmo_jax.parallel.pipeline.schedule import Ops
+from olmo_jax.parallel.pipeline.transfers import join, send_back, send_on, share_out
+
+_MICROBATCH = Ops._fields.index("microbatch")
+
+
+class Op(NamedTuple):
+    """What one rank runs: an entry of `Ops`."""
+
+    valid: Bool[Array, ""]
+    chunk: Int32[Array, ""]
+    microbatch: Int32[Array, ""]
+    slot: Int32[Array, ""]
+
+
+def argument(machine: Machine, step: plan.Step) -> Any:
+    """Return the numbers in which a step differs from those that are like it."""
+    if isinstance(step, plan.Ticks):
+        inside = slice(step.start, step.stop)
+        return machine.forward[inside], machine.backward[inside]
+    return np.int32(step.group)
+
+
+def advance(machine: Machine, carry: Carry, step: plan.Step, argument: Any) -> Carry:
+    """Run a step, with its own or a like step's argument."""
+    if isinstance(step, plan.FirstForward):
+        return _first_forward(machine, carry, argument)
+    if isinstance(step, plan.FirstBackward):
+        return _first_backward(machine, carry, argument)
+    return lax.scan(
+        lambda carry, rows: (_tick(machine, step, carry, *rows), None), carry, argument
+    )[0]
+
+
+def _tick(
+    machine: Machine,
+    ticks: plan.Ticks,
+    carry: Carry,
+    forward: Int32[Array, "P 4"],
+    backward: Int32[Array, "P 4"],
+) -> Carry:
+    """Run one tick.
+
+    The last tick's gradient travels behind the forward, this one's activation behind what follows.
+    The barriers say so: XLA would start a transfer where nothing is left to hide it, or move the
+    activation's, in a loop whose last one nobody reads, to the head of the next tick.
+    """
+    back, y, rows, d_rows = carry.back, carry.arrived, None, None
+    if ticks.backward:
+        back = send_back(back)
+    if ticks.forward:
+        carry, y = _forward(machine, carry, _op(machine, forward))
+        y, back = lax.optimization_barrier((y, back))
+    if ticks.loss:
+        rows = _share_rows(machine, y)
+        y, rows = lax.optimization_barrier((y, rows))
+    if ticks.forward:
+        carry = carry._replace(arrived=lax.optimization_barrier(send_on(y)))
+    if rows is not None:
+        carry, d_rows = _loss(machine, carry, rows, forward[-1, _MICROBATCH])
+    if not ticks.turn:
+        d_rows = None
+    elif machine.program.turns_wait:
+        d_rows = pick(carry.turns, backward[-1, _MICROBATCH])
+    if not ticks.backward:
+        return carry
+    return _backward(machine, carry, _op(machine, backward), back, d_rows)
+
+
+def _op(machine: Machine, row: Int32[Array, "P 4"]) -> Op:
+    """Return this rank's entry. The number of an only chunk is static."""
+    valid, chunk, microbatch, slot = own(row[machine.rank])
+    if machine.schedule.chunks == 1:
+        chunk = own(jnp.int32(0))
+    return Op(valid == 1, chunk, microbatch, slot)
+
+
+def _forward(machine: Machine, carry: Carry, op: Op) -> tuple[Carry, Float[Array, "..."]]:
+    """Run a chunk forward and keep its residuals."""
+    place = op.microbatch % (machine.program.inbox_groups * machine.schedule.ranks)
+    x = jnp.where(machine.is_first(op.chunk), pick(carry.inbox, place), carry.arrived)
+    known = Known(pick(machine.data, op.microbatch), (op.chunk,))
+    result = machine.cuts.body.forward(machine.sinks.body, x, known)
+    total = pick(carry.sums.body, op.chunk)
+    total = jax.tree.map(
+        lambda old, new: old + jnp.where(op.valid, new, jnp.zeros_like(new)), total, result.sums
+    )
+    sums = carry.sums._replace(body=put(carry.sums.body, total, op.chunk))
+    slots = put(carry.slots, result.kept, op.slot)
+    return carry._replace(slots=slots, sums=sums), result.output
+
+
+def _share_rows(machine: Machine, y: Float[Array, "..."]) -> Float[Array, "t D"]:
+    """Return this rank's rows of the last rank's y, which has some more so that they divide."""
+    rows = y.reshape(-1, y.shape[-1])
+    more = machine.rows.shape[0] * machine.schedule.ranks - rows.shape[0]
+    padded = jnp.pad(rows, ((0, more), (0, 0)))
+    return share_out(padded, machine.on_last_rank, scope="share_rows")
+
+
+def _loss(
+    machine: Machine, carry: Carry, rows: Float[Array, "t D"], microbatch: Int32[Array, ""]
+) -> tuple[Carry, Float[Array, "t D"] | None]:
+    """Run the last part on this rank's rows, and back at once."""
+    known = Known(pick(machine.labels, microbatch, machine.rank))
+    part, sinks = machine.cuts.last, machine.sinks.last
+    result = part.forward(sinks, rows, known)
+    last = jax.tree.map(jnp.add, carry.sums.last, result.sums)
+    carry = carry._replace(sums=carry.sums._replace(last=last))
+    if machine.schedule.forward_only:
+        return carry, None
+    one = own(jnp.float32(1))
+    last, d_rows = part.backward(result.kept, sinks, rows, known, (None, one), carry.gradients.last)
+    carry = carry._replace(gradients=carry.gradients._replace(last=last))
+    if machine.program.turns_wait:
+        carry = carry._replace(turns=put(carry.turns, d_rows, microbatch))
+    return carry, d_rows
+
+
+def _backward(
+    machine: Machine,
+    carry: Carry,
+    op: Op,
+    back: Float[Array, "..."],
+    d_rows: Float[Array, "t D"] | None,
+) -> Carry:
+    """Run a chunk backward. An idle rank repeats one with zero cotangents: see `segments.Tables`.
+
+    `d_rows` is the gradient of this rank's rows of a loss, in a tick of the last stage.
+    """
+    dy = back
+    if d_rows is not None:
+        rows = join(d_rows, scope="gather_row_gradients")[: np.prod(machine.x.shape[:-1])]
+        dy = jnp.where(machine.on_last_rank, rows.reshape(machine.x.shape), back)
+    dy = jnp.where(op.valid, dy, jnp.zeros_like(dy))
+    known = Known(pick(machine.data, op.microbatch), (op.chunk,))
+    added, dx = machine.cuts.body.backward(
+        pick(carry.slots, op.slot),
+        machine.sinks.body,
+        dy,
+        known,
+        (dy, op.valid.astype(jnp.float32)),
+        pick(carry.gradients.body, op.chunk),
+    )
+    body = put(carry.gradients.body, added, op.chunk)
+    place = op.microbatch % (machine.program.outbox_groups * machine.schedule.ranks)
+    leaves = op.valid & machine.is_first(op.chunk)
+    leaving = jnp.where(leaves, dx, pick(carry.outbox, place))
+    return carry._replace(
+        back=dx,
+        outbox=put(carry.outbox, leaving, place),
+        gradients=carry.gradients._replace(body=body),
+    )
+
+
+def _first_forward(machine: Machine, carry: Carry, group: Int32[Array, ""]) -> Carry:
+    """Run the first part on a group's microbatches, one a rank, and bring them to rank 0."""
+    program, ranks = machine.program, machine.schedule.ranks
+    known = Known(pick(machine.data, group * ranks + machine.rank))
+    result = machine.cuts.first.forward(machine.sinks.first, None, known)
+    entering = join(result.output[None], scope="gather_group")
+    place = group % program.inbox_groups * ranks
+    slots = carry.first_slots
+    if not machine.schedule.forward_only:
+        slots = put(slots, result.kept, group % program.first_slots)
+    first = jax.tree.map(jnp.add, carry.sums.first, result.sums)
+    return carry._replace(
+        inbox=lax.dynamic_update_slice_in_dim(carry.inbox, entering, place, 0),
+        first_slots=slots,
+        sums=carry.sums._replace(first=first),
+    )
+
+
+def _first_backward(machine: Machine, carry: Carry, group: Int32[Array, ""]) -> Carry:
+    """Hand a group's gradients out from rank 0, one microbatch a rank, and go back on each."""
+    program, ranks = machine.program, machine.schedule.ranks
+    place = group % program.outbox_groups * ranks
+    leaving = lax.dynamic_slice_in_dim(carry.outbox, place, ranks, 0)
+    dx = share_out(leaving, machine.rank == 0, scope="scatter_group")[0]
+    first, _ = machine.cuts.first.backward(
+        pick(carry.first_slots, group % program.first_slots),
+        machine.sinks.first,
+        None,
+        Known(pick(machine.data, group * ranks + machine.rank)),
+        (dx, own(jnp.float32(1))),
+        carry.gradients.first,
+    )
+    return carry._replace(gradients=carry.gradients._replace(first=first))
