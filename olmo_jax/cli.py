@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from olmo_jax.errors import UserError
 
@@ -22,16 +23,17 @@ def run() -> None:
     except BrokenPipeError:
         code = code or discard_output()
     sys.stderr.flush()
-    if code == INTERRUPTED:
-        # A thread may be inside XLA's compiler, and an interpreter that ends normally aborts on it.
-        os._exit(code)
-    sys.exit(code)
+    if code:
+        from olmo_jax.launch.processes import leave
+
+        leave(code)
+    sys.exit(0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return 0, 1 for a user's mistake, 130 for Ctrl-C.
 
-    A wrong usage exits with 2.
+    A wrong usage exits with 2, a job in which nothing moves any more with 124 (its watchdog).
     """
     given = parser().parse_args(arguments)
     try:
@@ -75,18 +77,31 @@ def parser() -> argparse.ArgumentParser:
     add_run_commands(commands)
     data = commands.add_parser("data", help="make and look at training data")
     add_data_commands(data.add_subparsers(required=True, metavar="COMMAND"))
+    checkpoint = commands.add_parser("checkpoint", help="look at checkpoints, export their weights")
+    add_checkpoint_commands(checkpoint.add_subparsers(required=True, metavar="COMMAND"))
+    launch = commands.add_parser("launch", help="train in many processes: here, Slurm, Kubernetes")
+    add_launch_commands(launch.add_subparsers(required=True, metavar="WHERE"))
     return top
 
 
 def add_config_commands(commands: argparse._SubParsersAction) -> None:
     for name, command, text in (
         ("check", check, "check a config and say what it asks for; starts no device"),
-        ("train", train, "train, and leave the run folder"),
+        ("train", train, "train, or go on with the run that the run folder holds"),
     ):
         one = commands.add_parser(name, help=text, description=text)
         one.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
         one.add_argument("overrides", nargs="*", metavar="a.b=c", help=OVERRIDES_HELP)
         one.set_defaults(command=command)
+        if command is train:
+            one.add_argument(
+                "--allow-change",
+                action="append",
+                default=[],
+                choices=("seed", "data", "tokenizer"),
+                metavar="KEY",
+                help="go on although seed, data or tokenizer is not the checkpoint's",
+            )
 
 
 def add_run_commands(commands: argparse._SubParsersAction) -> None:
@@ -131,6 +146,94 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
     one.set_defaults(command=show)
 
 
+def add_checkpoint_commands(commands: argparse._SubParsersAction) -> None:
+    run = {"metavar": "RUN", "help": "a run folder; of it, the last checkpoint"}
+    either = {**run, "help": "a run folder, or RUN/checkpoints/step_N"}
+    text = "list a run's checkpoints"
+    one = commands.add_parser("list", help=text, description=text)
+    one.add_argument("run", metavar="RUN", help="a run folder")
+    one.set_defaults(command=list_checkpoints)
+    text = "read every leaf of a checkpoint and compare it with its checksum"
+    one = commands.add_parser("verify", help=text, description=text)
+    one.add_argument("run", **run)
+    one.add_argument("--step", type=natural, metavar="N", help="another one than the last")
+    one.set_defaults(command=verify_checkpoint)
+    text = "compare two checkpoints leaf by leaf; the exit code is 0 if they are equal, else 1"
+    one = commands.add_parser("diff", help=text, description=text)
+    one.add_argument("first", **either | {"metavar": "A"})
+    one.add_argument("second", **either | {"metavar": "B"})
+    one.set_defaults(command=diff_checkpoints)
+    text = "write a run's weights as a Hugging Face folder"
+    one = commands.add_parser("export-weights", help=text, description=text)
+    one.add_argument("run", **either)
+    one.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    one.set_defaults(command=export_weights)
+
+
+def add_launch_commands(commands: argparse._SubParsersAction) -> None:
+    text = "start the processes of a job on this machine"
+    one = commands.add_parser("local", help=text, description=text)
+    one.add_argument("--processes", type=positive, required=True, metavar="N")
+    one.add_argument(
+        "--devices-per-process", type=positive, metavar="M", help="default: the mesh's share; 1 GPU"
+    )
+    one.add_argument("--logs", type=Path, metavar="DIR", help="default: run_dir/logs")
+    one.add_argument("line", nargs=argparse.REMAINDER, metavar="-- train CONFIG [a.b=c ...]")
+    one.set_defaults(command=launch_local)
+    add_slurm_command(commands)
+    add_kubernetes_command(commands)
+
+
+def add_slurm_command(commands: argparse._SubParsersAction) -> None:
+    text = "render a batch script for Slurm, and submit it"
+    one = commands.add_parser("slurm", help=text, description=text)
+    add_cluster_options(one, max_restarts=3)
+    one.add_argument("--time", default="24:00:00", metavar="D-HH:MM:SS", help="limit of one go")
+    one.add_argument("--job-name", default="olmo-jax", metavar="NAME")
+    for name in ("partition", "account", "qos", "constraint"):
+        one.add_argument(f"--{name}", metavar="NAME", help="as sbatch takes it")
+    one.add_argument("--cpus-per-task", type=positive, metavar="N", help="of each GPU's process")
+    one.add_argument("--python", default=sys.executable, metavar="PATH", help="default: this one")
+    one.add_argument(
+        "--setup", action="append", default=[], metavar="LINE", help="a shell line run before"
+    )
+    one.set_defaults(command=launch_slurm)
+
+
+def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:
+    text = "render a JobSet for Kubernetes, and apply it"
+    one = commands.add_parser("kubernetes", help=text, description=text)
+    add_cluster_options(one, max_restarts=10)
+    one.add_argument("--image", required=True, metavar="NAME", help="has olmo-jax on its PATH")
+    one.add_argument("--name", default="olmo-jax", metavar="NAME")
+    one.add_argument("--namespace", metavar="NAME")
+    one.add_argument(
+        "--claim", action="append", default=[], metavar="NAME:PATH", help="a volume claim to mount"
+    )
+    one.set_defaults(command=launch_kubernetes)
+
+
+def add_cluster_options(one: argparse.ArgumentParser, *, max_restarts: int) -> None:
+    one.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    one.add_argument("overrides", nargs="*", metavar="a.b=c", help=OVERRIDES_HELP)
+    one.add_argument("--nodes", type=positive, required=True, metavar="N")
+    one.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: 8")
+    one.add_argument(
+        "--grace", type=positive, default=300, metavar="S", help="seconds to stop in; default: 300"
+    )
+    one.add_argument(
+        "--max-restarts",
+        type=natural,
+        default=max_restarts,
+        metavar="N",
+        help=f"after failures; default: {max_restarts}",
+    )
+    one.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="for every process"
+    )
+    one.add_argument("--dry-run", action="store_true", help="print it, and hand over nothing")
+
+
 def natural(text: str) -> int:
     """Read a whole number from 0."""
     if (number := int(text)) < 0:
@@ -159,22 +262,30 @@ def check(given: argparse.Namespace) -> None:
     print(f"{given.config} is {summary(load(given.config, given.overrides))}")
 
 
-def train(given: argparse.Namespace) -> None:
+def train(given: argparse.Namespace) -> int:
     from olmo_jax.config import load
-    from olmo_jax.launch import environment
+    from olmo_jax.launch import environment, stop
+    from olmo_jax.launch.processes import die_with_launcher, discover
     from olmo_jax.mesh.axes import num_devices_wanted
     from olmo_jax.plan.summary import warnings
 
+    die_with_launcher()
     config = load(given.config, given.overrides)
-    warn(warnings(config))
+    processes = discover()
+    if processes.index == 0:
+        warn(warnings(config))
     warn(
         environment.prepare(
-            num_devices_wanted(config.mesh), deterministic=config.train.deterministic
+            num_devices_wanted(config.mesh), processes, deterministic=config.train.deterministic
         )
     )
+    from olmo_jax.launch.connection import connect
+
+    connect(processes)
     from olmo_jax.train import loop
 
-    loop.train(config)
+    loop.train(config, given.allow_change)
+    return stop.exit_code()
 
 
 def evaluate(given: argparse.Namespace) -> None:
@@ -236,6 +347,110 @@ def show(given: argparse.Namespace) -> None:
     config = load(given.config, given.overrides)
     corpus = corpus_of(config)
     print(show_batch(corpus, given.step, config.train.global_batch))
+
+
+def list_checkpoints(given: argparse.Namespace) -> None:
+    inspection = _inspection()
+    inspection.show(inspection.listed(given.run))
+
+
+def verify_checkpoint(given: argparse.Namespace) -> None:
+    print(_inspection().verify(given.run, given.step))
+
+
+def diff_checkpoints(given: argparse.Namespace) -> int:
+    inspection = _inspection()
+    table, line = inspection.diff(given.first, given.second)
+    if table is not None:
+        inspection.show(table)
+    print(line)
+    return int(table is not None)
+
+
+def export_weights(given: argparse.Namespace) -> None:
+    print(_inspection().export_weights(given.run, given.out))
+
+
+def _inspection() -> ModuleType:
+    from olmo_jax.launch import environment
+
+    warn(environment.prepare(1))
+    from olmo_jax.checkpoint import inspection
+
+    return inspection
+
+
+def launch_local(given: argparse.Namespace) -> int:
+    from olmo_jax.config import load
+    from olmo_jax.launch.local import launch
+
+    line = given.line[1:] if given.line[:1] == ["--"] else given.line
+    asked = parser().parse_args(line)
+    if asked.command is not train:
+        raise UserError(
+            f"launch local -- {' '.join(line)}: it starts `train`, and no other command; write "
+            "olmo-jax launch local --processes 2 -- train CONFIG"
+        )
+    # Once here, so that a mistake is told once.
+    config = load(asked.config, asked.overrides)
+    return launch(
+        [sys.executable, "-m", "olmo_jax.cli", *line],
+        config,
+        num_processes=given.processes,
+        devices_per_process=given.devices_per_process,
+        logs=given.logs,
+    )
+
+
+def launch_slurm(given: argparse.Namespace) -> None:
+    from olmo_jax.config import load
+    from olmo_jax.launch import slurm
+
+    config = load(given.config, given.overrides)
+    job = slurm.Job(
+        nodes=given.nodes,
+        gpus_per_node=given.gpus_per_node,
+        time=given.time,
+        job_name=given.job_name,
+        partition=given.partition,
+        account=given.account,
+        qos=given.qos,
+        constraint=given.constraint,
+        cpus_per_task=given.cpus_per_task,
+        grace_s=given.grace,
+        max_restarts=given.max_restarts,
+        folder=os.getcwd(),
+        python=given.python,
+        env=given.env,
+        setup=given.setup,
+    )
+    script = slurm.render(config, ["train", str(given.config), *given.overrides], job)
+    print(script, end="")
+    if not given.dry_run:
+        print(slurm.submit(script, config))
+
+
+def launch_kubernetes(given: argparse.Namespace) -> None:
+    from olmo_jax.config import load
+    from olmo_jax.launch import kubernetes
+
+    config = load(given.config, given.overrides)
+    job = kubernetes.Job(
+        image=given.image,
+        nodes=given.nodes,
+        gpus_per_node=given.gpus_per_node,
+        name=given.name,
+        namespace=given.namespace,
+        claims=given.claim,
+        grace_s=given.grace,
+        max_restarts=given.max_restarts,
+        env=given.env,
+    )
+    text = given.config.read_text(encoding="utf-8")
+    manifest = kubernetes.render(config, text, given.overrides, job)
+    print(manifest, end="")
+    if not given.dry_run:
+        print(kubernetes.apply(manifest))
 
 
 def warn(texts: Sequence[str]) -> None:

@@ -238,9 +238,22 @@ def test_the_resolved_config_trains_the_same_run(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("trained", "in_this_process")
-def test_a_used_run_folder_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(folder / "tiny.yaml")]) == 1
-    assert "holds a run already" in capsys.readouterr().err
+def test_a_finished_run_is_left_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (folder / "run" / "metrics.jsonl").read_bytes()
+    assert main(["train", str(folder / "tiny.yaml")]) == 0
+    assert "has reached step 4 of train.steps=4 already" in capsys.readouterr().out
+    assert (folder / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.usefixtures("trained", "in_this_process")
+def test_another_model_does_not_go_on_with_a_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["train.steps=9", "model.d_model=24", "seed=7"]
+    assert main(["train", str(folder / "tiny.yaml"), *more, "--allow-change", "seed"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("olmo-jax: model.d_model=24, and ")
+    assert "seed" not in said
 
 
 @pytest.mark.usefixtures("trained", "in_this_process")
@@ -255,7 +268,7 @@ def test_eval_gives_the_loss_that_training_ended_with(
 @pytest.mark.usefixtures("trained", "in_this_process")
 def test_eval_refuses_another_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(folder / "run"), "model.d_model=8"]) == 1
-    assert "weights fit only the model" in capsys.readouterr().err
+    assert "a checkpoint fits only the model" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("trained", "in_this_process")

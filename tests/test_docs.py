@@ -18,7 +18,7 @@ from olmo_jax.config.records import Config, Record
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SECTIONS = "mesh|parallel|model|optim|data|train"
+SECTIONS = "mesh|parallel|model|optim|data|train|checkpoint"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -31,7 +31,8 @@ def fields_below(record: type[Record], prefix: str = "") -> Iterator[tuple[str, 
         if not is_section:
             yield prefix + name, field
         if inner is not None:
-            yield from fields_below(inner, f"{prefix}{name}{'.' if is_section else '[].'}")
+            is_list = get_origin(field.annotation) is tuple
+            yield from fields_below(inner, f"{prefix}{name}{'[].' if is_list else '.'}")
 
 
 FIELDS = dict(fields_below(Config))

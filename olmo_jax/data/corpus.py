@@ -58,12 +58,16 @@ class Corpus:
         with closing(iter(steps.to_iter_dataset(options))) as ahead:
             yield from ahead
 
-    def held_out(self, rows: int, num_batches: int) -> list[Batch]:
+    def held_out(
+        self, global_batch: int, num_batches: int, rows: Sequence[int] | None = None
+    ) -> list[Batch]:
         """Return at most `num_batches`: windows spread evenly over all held-out documents.
 
-        Too few windows give fewer batches; the last one is filled up with rows that are not real.
+        Of each batch only `rows` are read, all if none are named. Too few windows give fewer
+        batches; the last one is filled up with rows that are not real.
         Raises: UserError if no document is held out.
         """
+        rows = range(global_batch) if rows is None else rows
         places = [
             (source, start)
             for source in self.sources
@@ -74,12 +78,17 @@ class Corpus:
                 f"data.eval_fraction={self.data.eval_fraction} holds no document out; an "
                 "evaluation needs some; write data.eval_fraction=0.01"
             )
-        chosen = [places[i] for i in evenly(len(places), rows * num_batches)]
-        found = [read(source.held_out, start, self.sequence_length) for source, start in chosen]
-        found += [EMPTY_ROW] * (-len(found) % rows)
+        chosen = [places[i] for i in evenly(len(places), global_batch * num_batches)]
+
+        def row(number: int) -> Row:
+            if number >= len(chosen):
+                return EMPTY_ROW
+            source, start = chosen[number]
+            return read(source.held_out, start, self.sequence_length)
+
         return [
-            self.assemble(found[start : start + rows], range(rows))
-            for start in range(0, len(found), rows)
+            self.assemble([row(first + number) for number in rows], rows)
+            for first in range(0, len(chosen), global_batch)
         ]
 
     def assemble(self, rows: Sequence[Row], numbers: Sequence[int]) -> Batch:

@@ -5,6 +5,9 @@ import os
 import sys
 from pathlib import Path
 
+from olmo_jax.errors import UserError
+from olmo_jax.launch.processes import Processes
+
 # XLA:CPU aborts the process when a device reaches a collective this much later than the first one.
 # With more emulated devices than cores that happens at the 40 s which are the default.
 COLLECTIVE_TIMEOUT_FLAGS = (
@@ -13,23 +16,41 @@ COLLECTIVE_TIMEOUT_FLAGS = (
 )
 
 
-def prepare(num_cpu_devices: int, *, deterministic: bool = False) -> tuple[str, ...]:
+# The driver's own listing: one folder a card. In a container without a card it is absent.
+GPUS = Path("/proc/driver/nvidia/gpus")
+
+# Those that gRPC looks at.
+NO_PROXY = "no_grpc_proxy"
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+
+DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
+
+
+def prepare(
+    num_cpu_devices: int, processes: Processes | None = None, *, deterministic: bool = False
+) -> tuple[str, ...]:
     """Set what jax will read, and return what the user should be told about it.
 
-    Without a usable GPU, `num_cpu_devices` CPU devices are emulated. The user's own JAX_PLATFORMS,
-    JAX_COMPILATION_CACHE_DIR and XLA_FLAGS are kept.
+    Without a usable GPU, `num_cpu_devices` CPU devices are emulated, in equal parts by the
+    processes of the job. The user's own JAX_PLATFORMS, JAX_COMPILATION_CACHE_DIR and XLA_FLAGS are
+    kept.
 
-    Raises: RuntimeError if jax has been imported already, since it would not look again.
+    Raises: RuntimeError if jax has been imported already, since it would not look again; UserError
+    if the devices do not divide over the processes.
     """
     if "jax" in sys.modules:
         raise RuntimeError("prepare() must run before jax is imported")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_dir() / "compiled"))
-    if _runs_on_gpu():
+    processes = processes or Processes()
+    if processes.several:
+        _keep_from_proxies(processes.coordinator.rpartition(":")[0])
+    if runs_on_gpu():
         if deterministic:
-            _add_flags("--xla_gpu_deterministic_ops=true")
+            _add_flags(DETERMINISTIC_FLAG)
         return ()
+    here = cpu_devices_here(num_cpu_devices, processes)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    _add_flags(f"--xla_force_host_platform_device_count={num_cpu_devices}", replace=True)
+    _add_flags(f"--xla_force_host_platform_device_count={here}", replace=True)
     _add_flags(*COLLECTIVE_TIMEOUT_FLAGS)
     return _missing_plugin()
 
@@ -42,7 +63,50 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "olmo_jax"
 
 
-def _runs_on_gpu() -> bool:
+def cpu_devices_here(num_devices: int, processes: Processes) -> int:
+    """Return how many of the mesh's CPU devices this process emulates.
+
+    Raises: UserError if the processes cannot have equal parts.
+    """
+    if processes.devices_per_process is not None:
+        return processes.devices_per_process
+    if num_devices % processes.count:
+        raise UserError(
+            f"{processes.count} processes for a mesh of {num_devices} CPU devices: each process "
+            "emulates as many as the next, so the number of processes divides the devices; start "
+            "another number of them, or write other mesh.* sizes"
+        )
+    return num_devices // processes.count
+
+
+def local_devices(processes: Processes) -> list[int] | None:
+    """Return which GPUs of its node this process takes, one by default; None takes all it sees."""
+    if not runs_on_gpu() or processes.local_index is None:
+        return None
+    size = processes.devices_per_process or 1
+    # A scheduler may show each process its own GPUs only; they are then numbered from 0.
+    if num_visible_gpus() == size:
+        return None
+    return list(range(processes.local_index * size, (processes.local_index + 1) * size))
+
+
+def num_visible_gpus() -> int:
+    """Return how many GPUs CUDA will show to this process."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return len([name for name in listed.split(",") if name.strip()])
+    return len(list(GPUS.glob("*")))
+
+
+def _keep_from_proxies(host: str) -> None:
+    """Let gRPC reach the coordinator itself where the shell has a proxy for the web."""
+    if any(os.environ.get(name) for name in PROXIES):
+        known = os.environ.get(NO_PROXY) or os.environ.get("no_proxy")
+        os.environ[NO_PROXY] = f"{known},{host}" if known else host
+
+
+def runs_on_gpu() -> bool:
+    """Say whether jax will use a GPU: as JAX_PLATFORMS says, or if there is one that it can use."""
     platforms = os.environ.get("JAX_PLATFORMS")
     if platforms:
         return platforms.split(",")[0] != "cpu"
@@ -50,8 +114,7 @@ def _runs_on_gpu() -> bool:
 
 
 def _has_gpu() -> bool:
-    # The driver's own listing: one folder a card. In a container without a card it is absent.
-    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
+    return any(GPUS.glob("*"))
 
 
 def _has_gpu_plugin() -> bool:

@@ -2,10 +2,15 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
+STOPPED_EXIT_CODE = "OLMO_JAX_STOPPED_EXIT_CODE"
+
+_received: list[int] = []
 
 
 class StopSignal:
@@ -27,5 +32,30 @@ class StopSignal:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
+        _received.append(number)
         # Not print: a handler may run in the middle of another write to the same stream.
         os.write(2, b"\nstopping after the step that is running; Ctrl-C again aborts\n")
+
+
+def exit_code() -> int:
+    """Return the exit code of a run that went well: 0, or another one if it was asked to stop.
+
+    Kubernetes takes a pod that ends with 0 for done for ever, also one that it has evicted itself:
+    the JobSet sets STOPPED_EXIT_CODE, and starts anew.
+    """
+    return int(os.environ.get(STOPPED_EXIT_CODE, "0")) if _received else 0
+
+
+@contextmanager
+def keep_handlers() -> Iterator[None]:
+    """Put Python's handlers back afterwards: jax.distributed takes SIGTERM and only notes it.
+
+    A run that is asked to end before its loop listens would then not end.
+    """
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)

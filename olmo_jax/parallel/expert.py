@@ -146,7 +146,7 @@ def make_plan(
         checkpoint_name(part, "route_plan")
         for part in (here, route_of_row, keep[:, me].sum(axis=0))
     )
-    return Plan(here, route_of_row, group_sizes, dropped)
+    return Plan(here, route_of_row, group_sizes, checkpoint_name(dropped, "route_plan"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

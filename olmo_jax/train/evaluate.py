@@ -1,11 +1,11 @@
-"""Evaluate a run's final weights on its held-out documents, with the code that training uses."""
+"""Evaluate a run's last weights on its held-out documents, with the code that training uses."""
 
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from olmo_jax.checkpoint import weights
+from olmo_jax.checkpoint import restore_weights
 from olmo_jax.config import Config
 from olmo_jax.data.corpus import corpus_of
 from olmo_jax.errors import UserError
@@ -28,7 +28,7 @@ def evaluate(run_dir: Path, config: Config) -> Evaluation:
     program = build_here(config)
     config = program.config
     state = restored(program, run_dir)
-    batches = corpus.held_out(config.train.global_batch, config.train.eval_batches)
+    batches = corpus.held_out(config.train.global_batch, config.train.eval_batches, program.rows)
     # One at a time: XLA:CPU deadlocks when dozens of programs with collectives are queued.
     parts = [jax.device_get(program.evaluate(state, program.place(batch))) for batch in batches]
     return evaluation_of(parts)
@@ -41,15 +41,16 @@ def restored(program: Program, run_dir: Path) -> State:
     """
     placed = shardings(program.mesh, program.specs)
     params, router_bias = program.layout.shapes
-    places = {**placed.weights, **placed.router_bias}
+    places = {**placed.main, **placed.router_bias}
     shapes = {
         name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=places[name])
         for name, leaf in {**params, **router_bias}.items()
     }
-    found = weights.restore(run_dir, shapes)
+    found = restore_weights(run_dir, shapes, config=program.config)
+    main = {name: found[name] for name in params}
     return State(
-        weights={name: found[name].astype(program.layout.dtype) for name in params},
-        main={},
+        weights=program.rebuild(main),
+        main=main,
         moments={},
         router_bias={name: found[name] for name in router_bias},
         history={},

@@ -1,25 +1,28 @@
-"""A run from a config to a folder: the only place where training reads clocks and writes files."""
+"""A run from a config to a folder: what comes before the first step and after the last."""
 
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
 
-from olmo_jax.checkpoint import weights
+from olmo_jax.checkpoint import Checkpoints, Position, Saved, initial_weights, read_saved
 from olmo_jax.config import Config
 from olmo_jax.data.batch import Batch
 from olmo_jax.data.corpus import Corpus, corpus_of
+from olmo_jax.launch.barrier import barrier
+from olmo_jax.launch.garbage import Garbage
 from olmo_jax.launch.stop import StopSignal
+from olmo_jax.launch.watchdog import Watchdog
 from olmo_jax.mesh.devices import device_table, expert_group_warning
-from olmo_jax.optim.schedule import learning_rate
 from olmo_jax.plan.flops import flops_per_token
-from olmo_jax.train import run_folder
-from olmo_jax.train.metrics import Line, MetricsFile, evaluation_of, line_of
+from olmo_jax.train import resume, run_folder
+from olmo_jax.train.metrics import Line, MetricsFile, cut_back, read
+from olmo_jax.train.processes import from_first, is_first
 from olmo_jax.train.program import Program, build_here
 from olmo_jax.train.progress import (
     StepProgress,
@@ -31,100 +34,111 @@ from olmo_jax.train.progress import (
 )
 from olmo_jax.train.report import draw
 from olmo_jax.train.state import State
+from olmo_jax.train.steps import Keeper, Recorder, Session, run_steps, upcoming
+from olmo_jax.train.trace import Trace
+
+START = Position(step=0, sequences=0, tokens=0)
 
 
-class Upcoming(NamedTuple):
-    """A step before its dispatch; `tokens` is the running total of real positions with its own."""
+@dataclass(frozen=True)
+class Run:
+    """A run before its next step: what it computes, what it reads, where it stands."""
 
-    step: int
-    batch: Batch
-    tokens: int
-    lr: float
+    program: Program
+    corpus: Corpus
+    held_out: Sequence[Batch]
+    facts: dict[str, str]
+    position: Position
 
+    @property
+    def config(self) -> Config:
+        return self.program.config
 
-class Pending(NamedTuple):
-    """A dispatched step; its values may not be there yet."""
-
-    step: int
-    tokens: int
-    lr: float
-    values: Mapping[str, Any]
-
-
-@dataclass
-class Recorder:
-    """Turns pending steps into lines of the metrics file and of the display."""
-
-    config: Config
-    file: MetricsFile
-    progress: StepProgress
-    lines: list[Line] = field(default_factory=list)
-    _last: float = field(default_factory=time.perf_counter)
-
-    def finish(
-        self, pending: Pending, evaluate: Callable[[], Sequence[Mapping[str, Any]]] | None = None
-    ) -> bool:
-        """Wait for a step and its evaluation, write its line, and say whether a stop was asked."""
-        values = jax.device_get(pending.values)
-        step_time_s = time.perf_counter() - self._last
-        parts = jax.device_get(list(evaluate())) if evaluate else []
-        line = line_of(
-            values,
-            step=pending.step,
-            tokens=pending.tokens,
-            lr=pending.lr,
-            step_time_s=step_time_s,
-            assignment=self.config.model.router.assignment,
-            evaluation=evaluation_of(parts) if parts else None,
-        )
-        self.file.write(line)
-        self.progress.show(line)
-        self.lines.append(line)
-        # After the evaluation: its time is no step's.
-        self._last = time.perf_counter()
-        return bool(values["stop"])
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
 
 
-def train(config: Config) -> None:
-    """Train as `config` says and leave the run folder; return early when a signal asks for it.
+def train(config: Config, allowed: Collection[str] = ()) -> None:
+    """Train as `config` says, from the run folder's last checkpoint on, and leave the run folder.
 
-    Raises: UserError for what is wrong with files, devices or the run folder, before compilation.
+    It returns early when a signal asks for it. `allowed` names what may differ from the checkpoint
+    although it changes the run, out of `resume.ALLOWABLE`.
+
+    Raises: UserError for what is wrong with files, devices, the run folder or what was changed,
+    before compilation; later for a checkpoint that cannot be read or written, and bad steps.
     """
     console = open_console()
-    run_folder.refuse_used(Path(config.run_dir))
+    console.quiet = not is_first()
+    run_dir = Path(config.run_dir)
+    run_folder.refuse_foreign(run_dir)
+    with Checkpoints(run_dir, config.checkpoint) as checkpoints:
+        earlier = last_checkpoint(checkpoints, config)
+        if earlier is not None:
+            resume.refuse_config(earlier, config, allowed)
+            if earlier.position.step >= config.train.steps:
+                say_finished(console, run_dir, earlier.position.step, config.train.steps)
+                return
+        run = prepared(console, config, earlier, allowed)
+        carry_out(console, run, checkpoints)
+
+
+def last_checkpoint(checkpoints: Checkpoints, config: Config) -> Saved | None:
+    """Return what the last whole checkpoint of a run says of itself, if there is one.
+
+    The first process chooses: the others may see the folder as it was a moment ago.
+    """
+    step = from_first(
+        "last checkpoint",
+        lambda: str(max(checkpoints.steps(), default="")),
+        config.train.first_step_timeout_s,
+    )
+    return read_saved(config.run_dir, int(step)) if step else None
+
+
+def say_finished(console: Console, run_dir: Path, step: int, steps: int) -> None:
+    """Say that nothing is left to do, and draw the picture if the run was killed before it did."""
+    metrics, report = run_dir / run_folder.METRICS, run_dir / run_folder.REPORT
+    if is_first() and not report.exists() and metrics.exists() and (lines := read(metrics)):
+        draw(lines, report)
+    say(
+        console,
+        f"{run_dir} has reached step {step} of train.steps={steps} already; to go on, write a "
+        "larger train.steps",
+    )
+
+
+def prepared(
+    console: Console, config: Config, earlier: Saved | None, allowed: Collection[str]
+) -> Run:
+    """Open what a run reads, write what is known before its steps, and say what will be done.
+
+    Raises: UserError as `train` does before compilation.
+    """
     corpus = corpus_of(config)
+    facts = resume.facts_of(corpus)
+    other = [] if earlier is None else resume.refuse_facts(earlier, facts, allowed)
     program = build_here(config)
-    config, mesh = program.config, program.mesh
-    held_out = held_out_batches(config, corpus, program)
-    run_dir = run_folder.create(config, device_table(mesh), corpus.tokenizer_path)
+    table = device_table(program.mesh)
+    from_first(
+        "run folder",
+        lambda: str(run_folder.create(program.config, table, corpus.tokenizer_path)),
+        config.train.first_step_timeout_s,
+    )
     introduce(console, program)
-
-    started = time.perf_counter()
-    with waiting(console, "compiling the step"):
-        in_background(partial(program.compile, evaluation=bool(held_out)))
-        state = program.init()
-    say(console, f"compiled in {duration(time.perf_counter() - started)}")
-
-    started = time.perf_counter()
-    # Open until the weights are written: a signal that comes then must not cost the run.
-    with StopSignal() as stop:
-        with (
-            MetricsFile(run_dir / run_folder.METRICS) as file,
-            StepProgress(console, config.train.steps) as progress,
-        ):
-            recorder = Recorder(config, file, progress)
-            state = run_steps(program, state, upcoming(config, corpus), held_out, recorder, stop)
-        seconds = time.perf_counter() - started
-        write_results(console, run_dir, recorder.lines, state)
-    for text in summary(config, recorder.lines, seconds, run_dir):
-        say(console, text)
+    if earlier is not None:
+        for text in resume.said(earlier, program.config, other):
+            say(console, text)
+    position = earlier.position if earlier else START
+    return Run(program, corpus, held_out_batches(corpus, program), facts, position)
 
 
-def held_out_batches(config: Config, corpus: Corpus, program: Program) -> list[Batch]:
+def held_out_batches(corpus: Corpus, program: Program) -> list[Batch]:
     """Return the evaluation batches on the devices; none if no document is held out."""
-    if config.data.eval_fraction == 0:
+    train = program.config.train
+    if program.config.data.eval_fraction == 0:
         return []
-    found = corpus.held_out(config.train.global_batch, config.train.eval_batches)
+    found = corpus.held_out(train.global_batch, train.eval_batches, program.rows)
     return [program.place(batch) for batch in found]
 
 
@@ -146,76 +160,125 @@ def introduce(console: Console, program: Program) -> None:
         say(console, f"routing is not learned: assignment={config.model.router.assignment}")
 
 
-def upcoming(config: Config, corpus: Corpus) -> Iterator[Upcoming]:
-    """Yield every step with its batch and learning rate, in order."""
-    train = config.train
-    total_tokens = train.steps * train.global_batch * train.sequence_length
-    rate = partial(learning_rate, config.optim, total_steps=train.steps, total_tokens=total_tokens)
-    tokens = 0
-    batches = corpus.batches(0, train.global_batch, range(train.global_batch))
-    for step, batch in zip(range(1, train.steps + 1), batches, strict=False):
-        tokens += int(batch.real.sum())
-        yield Upcoming(step, batch, tokens, rate(step=step, tokens=tokens))
+def carry_out(console: Console, run: Run, checkpoints: Checkpoints) -> None:
+    """Compile, take the steps that are left, and write checkpoint, picture and summary."""
+    train, metrics = run.config.train, run.run_dir / run_folder.METRICS
+    limits = (train.first_step_timeout_s, train.step_timeout_s)
+    with Watchdog(run.run_dir, jax.process_index(), jax.process_count(), *limits) as watchdog:
+        state = state_before(console, run, checkpoints, watchdog)
+        from_first("metrics", lambda: cut_metrics(console, metrics, run.position.step), limits[0])
+        started = time.perf_counter()
+        # Open until the checkpoint is written: a signal that comes then must not cost the run.
+        with StopSignal() as stop:
+            recorder = take_steps(console, run, state, checkpoints, stop, watchdog)
+            watchdog.phase("writing the checkpoint")
+            with waiting(console, "writing report and checkpoint"):
+                if is_first():
+                    draw(read(metrics), run.run_dir / run_folder.REPORT)
+                checkpoints.wait()
+    for text in summary(run.config, recorder.lines, time.perf_counter() - started, run.run_dir):
+        say(console, text)
 
 
-def run_steps(
-    program: Program,
-    state: State,
-    steps: Iterator[Upcoming],
-    held_out: Sequence[Batch],
-    recorder: Recorder,
-    stop: StopSignal,
-) -> State:
-    """Dispatch each step, then read the one before it, so that devices never wait for the host.
-
-    A stop that this process was asked for goes into the next step and comes back from it as a
-    maximum over all devices: every process then leaves after the same step. An evaluation waits
-    for its step, so that neither is charged for the other.
-    """
-    pending, told = None, False
-    for step, batch, tokens, lr in steps:
-        state, values = program.step(state, program.place(batch), lr, stop.requested)
-        if pending is not None:
-            told = recorder.finish(pending)
-        pending = Pending(step, tokens, lr, values)
-        # With one process there is nobody to agree with.
-        alone_and_asked = stop.requested and jax.process_count() == 1
-        if held_out and evaluation_due(program.config, step) and not alone_and_asked:
-            told |= recorder.finish(pending, partial(evaluate, program, state, held_out, stop))
-            pending = None
-        if told or alone_and_asked:
-            break
-    if pending is not None:
-        recorder.finish(pending)
+def state_before(console: Console, run: Run, checkpoints: Checkpoints, watchdog: Watchdog) -> State:
+    """Compile, and return the state that the next step takes: from a checkpoint, or the first."""
+    started = time.perf_counter()
+    watchdog.phase("compiling the step")
+    with waiting(console, "compiling the step"):
+        in_background(partial(run.program.compile, evaluation=bool(run.held_out)))
+    say(console, f"compiled in {duration(time.perf_counter() - started)}")
+    together("compiled", run.config)
+    watchdog.phase("making the first state")
+    state = first_or_restored(console, run, checkpoints)
+    together("ready for the first step", run.config)
     return state
 
 
-def evaluate(
-    program: Program, state: State, held_out: Sequence[Batch], stop: StopSignal
-) -> list[Mapping[str, Any]]:
-    """Return each held-out batch's values; none if a lone process is asked to stop meanwhile.
+def together(name: str, config: Config) -> None:
+    """Wait for all processes: gloo gives a first collective 30 s, and they do not compile alike.
 
-    One batch at a time: XLA:CPU deadlocks when dozens of programs with collectives are queued.
+    Only the first process writes the compilation cache, so a second start finds more than others.
     """
-    parts = []
-    for batch in held_out:
-        parts.append(jax.device_get(program.evaluate(state, batch)))
-        if stop.requested and jax.process_count() == 1:
-            return []
-    return parts
+    barrier(name, config.train.first_step_timeout_s)
 
 
-def evaluation_due(config: Config, step: int) -> bool:
-    """Say whether an evaluation follows `step`: every `train.eval_every` steps and at the end."""
-    every = config.train.eval_every
-    return step == config.train.steps or (every > 0 and step % every == 0)
+def first_or_restored(console: Console, run: Run, checkpoints: Checkpoints) -> State:
+    """Return the state that the next step takes."""
+    if run.position.step == 0:
+        return first_state(console, run.program)
+    with waiting(console, "reading the checkpoint"):
+        return checkpoints.restore(run.program, run.position.step)[0]
 
 
-def write_results(console: Console, run_dir: Path, lines: Sequence[Line], state: State) -> None:
-    """Write the final weights and the picture."""
-    with waiting(console, "writing weights and report"):
-        weights.save(run_dir, lines[-1]["step"], {**state.main, **state.router_bias})
-        draw(lines, run_dir / run_folder.REPORT)
+def first_state(console: Console, program: Program) -> State:
+    """Return the state before the first step: as drawn, or with the weights of another run."""
+    state, source = program.init(), program.config.checkpoint.init_from
+    if source is None:
+        return state
+    with waiting(console, f"reading the weights of checkpoint.init_from={source}"):
+        main, router_bias, moments = initial_weights(source, program)
+    return state._replace(
+        weights=program.rebuild(main),
+        main=main,
+        router_bias=router_bias,
+        moments=state.moments if moments is None else moments,
+    )
+
+
+def cut_metrics(console: Console, path: Path, step: int) -> str:
+    """Leave the lines of steps that the state has in it, and say what was taken out."""
+    cut = cut_back(path, step)
+    if cut.later and step == 0:
+        say(console, f"{path.parent} has no checkpoint, so the run starts anew")
+    if cut.later:
+        say(console, f"{path.name}: {cut.later} lines of steps that are taken again are dropped")
+    if cut.damaged:
+        say(console, f"{path.name}: {cut.damaged} half-written lines are dropped")
+    return ""
+
+
+def take_steps(
+    console: Console,
+    run: Run,
+    state: State,
+    checkpoints: Checkpoints,
+    stop: StopSignal,
+    watchdog: Watchdog,
+) -> Recorder:
+    """Take the steps that are left, or those until a stop, and begin to save what they led to."""
+    config, position = run.config, run.position
+    # Only the first process writes lines; all count bad steps.
+    path = run.run_dir / run_folder.METRICS if is_first() else Path(os.devnull)
+    with (
+        MetricsFile(path) as file,
+        StepProgress(console, config.train.steps) as progress,
+        Trace(run.run_dir, config.train.profile) as trace,
+        Garbage() as garbage,
+    ):
+        recorder = Recorder(config, file, progress, list(run.program.layout.shapes[0]), position)
+        keeper = Keeper(checkpoints, config, run.facts, recorder)
+        session = Session(recorder, keeper, trace, stop, watchdog, garbage)
+        steps = upcoming(config, run.corpus, run.program.rows, position)
+        state = run_steps(run.program, state, steps, run.held_out, session)
+        if keeper.saved < recorder.done.step:
+            watchdog.phase(f"saving step {recorder.done.step}")
+            keeper.save(state)
+    for text in remarks(recorder, trace):
+        say(console, text)
+    return recorder
+
+
+def remarks(recorder: Recorder, trace: Trace) -> Iterator[str]:
+    """Yield what is to be known of a checkpoint after bad steps, and of a trace."""
+    if recorder.bad:
+        good = recorder.done.step - recorder.bad
+        yield f"the last {recorder.bad} steps were bad: the weights are those of step {good}"
+    if trace.steps:
+        yield (
+            f"trace of steps {trace.steps[0]} to {trace.steps[-1]}: {trace.folder}"
+            if trace.recorded
+            else f"no trace: this run took no step {trace.steps[0]} (train.profile.start)"
+        )
 
 
 def summary(config: Config, lines: Sequence[Line], seconds: float, run_dir: Path) -> Iterator[str]:
@@ -225,15 +288,18 @@ def summary(config: Config, lines: Sequence[Line], seconds: float, run_dir: Path
     ended = (
         f"stopped after step {last['step']} of {config.train.steps}"
         if early
-        else (f"trained {last['step']} steps")
+        else f"trained {last['step']} steps"
     )
-    yield f"\n{ended}: {last['tokens']:,} tokens in {duration(seconds)}"
+    now = "" if first["step"] == 1 else f", {len(lines)} steps of them now"
+    yield f"\n{ended}{now}: {last['tokens']:,} tokens in {duration(seconds)}"
     held_out = f", eval {last['eval_loss']:.4f}" if "eval_loss" in last else ""
     yield f"  loss    {first['loss']:.4f} -> {last['loss']:.4f}{held_out}"
     yield f"  speed   {speed(config, lines)}"
     if skipped := sum(line["skipped"] for line in lines):
         yield f"  skipped {skipped} steps"
     yield f"  written {run_dir}: {', '.join(run_folder.contents(run_dir))}"
+    if early:
+        yield "  the same command goes on from here"
 
 
 def speed(config: Config, lines: Sequence[Line]) -> str:

@@ -2,13 +2,15 @@
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from olmo_jax.errors import UserError
+from olmo_jax.train.run_folder import replace
 
 Line = dict[str, Any]
 
@@ -39,6 +41,7 @@ def line_of(
     step_time_s: float,
     assignment: str,
     evaluation: Evaluation | None,
+    bad_leaves: Sequence[str] | None = None,
 ) -> Line:
     """Return a step's line; `values` are what the step returned.
 
@@ -61,6 +64,8 @@ def line_of(
     if evaluation is not None:
         line["eval_loss"] = evaluation.loss
         line["eval_perplexity"] = evaluation.perplexity
+    if bad_leaves is not None:
+        line["bad_leaves"] = list(bad_leaves)
     if "expert_counts" in values:
         line["expert_counts"] = np.asarray(values["expert_counts"]).tolist()
     return line
@@ -86,8 +91,23 @@ class MetricsFile:
         self._file.close()
 
     def write(self, line: Line) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        """Append a line.
+
+        Raises: UserError if the disk refuses it.
+        """
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self._path} cannot be written ({error.strerror}); each step's line goes there; "
+                "mend that, and the same command goes on from the last checkpoint"
+            ) from None
+
+    def keep(self) -> None:
+        """Put all lines on the disk, so that a checkpoint that follows never lacks one."""
+        if self._path.is_file():
+            os.fsync(self._file.fileno())
 
 
 def read(path: Path) -> list[Line]:
@@ -105,3 +125,36 @@ def read(path: Path) -> list[Line]:
                 "left it half written"
             ) from None
     return lines
+
+
+class Cut(NamedTuple):
+    """What was taken out of a metrics.jsonl: lines of later steps, and lines that are no JSON."""
+
+    later: int
+    damaged: int
+
+
+def cut_back(path: Path, step: int) -> Cut:
+    """Leave the lines of the first `step` steps, each step once, and say what was taken out.
+
+    A killed run may leave its last line half written. The file is replaced as a whole, or stays.
+    """
+    if not path.exists():
+        return Cut(0, 0)
+    content = path.read_bytes()
+    lines = [(text, _step_of(text)) for text in content.split(b"\n") if text]
+    kept = {found: text for text, found in lines if found is not None and found <= step}
+    damaged = sum(found is None for _, found in lines)
+    new = b"".join(kept[found] + b"\n" for found in sorted(kept))
+    if new != content:
+        replace(path, new)
+    return Cut(len(lines) - len(kept) - damaged, damaged)
+
+
+def _step_of(text: bytes) -> int | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    step = line.get("step") if isinstance(line, dict) else None
+    return step if isinstance(step, int) else None

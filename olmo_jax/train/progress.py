@@ -101,7 +101,7 @@ class StepProgress:
         self._seconds.append(line["step_time_s"])
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=self._text(line))
-        elif step == 1 or step % self._every == 0 or step == self._total:
+        elif len(self._seconds) == 1 or step % self._every == 0 or step == self._total:
             say(self._console, f"step {step}/{self._total}  {self._text(line)}")
         for note in notes(line):
             say(self._console, f"step {step}: {note}")

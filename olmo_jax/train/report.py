@@ -24,7 +24,8 @@ def draw(lines: Sequence[Line], path: Path) -> None:
     grid = figure.subplots(2, 2)
     draw_loss(grid[0, 0], lines)
     if "expert_counts" in lines[-1]:
-        draw_expert_map(grid[0, 1], lines)
+        # A run may have gone on with another train.record_expert_counts.
+        draw_expert_map(grid[0, 1], [line for line in lines if "expert_counts" in line])
     else:
         draw_max_load(grid[0, 1], lines)
     draw_rate_and_norm(grid[1, 0], lines)

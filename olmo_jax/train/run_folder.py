@@ -1,6 +1,6 @@
 """The run folder: what a run leaves, and what later commands find there."""
 
-import shutil
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,38 +15,55 @@ TOKENIZER = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
 
 
-def refuse_used(run_dir: Path) -> None:
-    """Refuse a folder that holds a run already.
+def refuse_foreign(run_dir: Path) -> None:
+    """Refuse a bucket, a file, and a folder with what a run would write but no run's config.
 
     Raises: UserError.
     """
+    if ":/" in str(run_dir):
+        raise UserError(
+            f"run_dir={run_dir} is in no local file system, and metrics.jsonl grows line by line, "
+            "which a bucket cannot; write a folder that all processes see"
+        )
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"run_dir={run_dir} is a file; a run writes a folder; write another name")
+    if (run_dir / CONFIG).exists():
+        return
     for name in (METRICS, CHECKPOINTS, REPORT):
         if (run_dir / name).exists():
             raise UserError(
-                f"run_dir={run_dir} holds a run already ({name} is there); a run starts in a "
-                "folder of its own; write another run_dir=..., or remove that folder"
+                f"run_dir={run_dir} holds {name} and no {CONFIG}, so it is no run of this program; "
+                "a run goes on in its own folder or starts in a new one; write another run_dir=..."
             )
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"run_dir={run_dir} is a file; a run writes a folder; write another name")
 
 
 def create(config: Config, device_table: str, tokenizer: Path | None) -> Path:
-    """Write what is known before the first step, and return the folder.
+    """Write what is known before the first step, over what an earlier start wrote.
 
     Raises: UserError if the folder cannot be written.
     """
     run_dir = Path(config.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-        (run_dir / DEVICES).write_text(device_table + "\n", encoding="utf-8")
+        replace(run_dir / CONFIG, to_yaml(config).encode())
+        replace(run_dir / DEVICES, f"{device_table}\n".encode())
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, run_dir / TOKENIZER)
+            replace(run_dir / TOKENIZER, tokenizer.read_bytes())
     except OSError as error:
         raise UserError(
             f"run_dir={run_dir} cannot be written ({error.strerror}); name a folder that can be"
         ) from None
     return run_dir
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Put a file in another's place: whoever is killed meanwhile leaves one of the two, whole."""
+    new = path.with_name(f".{path.name}.new")
+    with new.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 def load_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
@@ -71,4 +88,6 @@ def contents(run_dir: Path) -> list[str]:
     """Return the names of what a run left in its folder."""
     names = (CONFIG, DEVICES, TOKENIZER, METRICS, REPORT)
     found = [name for name in names if (run_dir / name).exists()]
-    return found + [str(path.relative_to(run_dir)) for path in run_dir.glob(f"{CHECKPOINTS}/*")]
+    steps = [path.name for path in run_dir.glob(f"{CHECKPOINTS}/step_*")]
+    steps.sort(key=lambda name: (len(name), name))
+    return found + [f"{CHECKPOINTS}/{name}" for name in steps]

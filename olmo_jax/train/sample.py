@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from olmo_jax.checkpoint import weights
+from olmo_jax.checkpoint import restore_weights
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.data.tokenize import find_eos, read_tokenizer_file
 from olmo_jax.errors import UserError
@@ -60,7 +60,7 @@ def restored(run_dir: Path, model: ModelConfig) -> dict[str, jax.Array]:
         name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=device)
         for name, leaf in {**params, **router_bias}.items()
     }
-    return weights.restore(run_dir, shapes)
+    return restore_weights(run_dir, shapes)
 
 
 def refuse_undecodable(text: str) -> None:

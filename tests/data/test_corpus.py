@@ -112,6 +112,15 @@ def test_the_hash_draws_the_asked_fraction_and_a_larger_one_holds_the_smaller():
     assert (held("cd" * 32, 100_000, 0.1) != large).any()
 
 
+def test_a_process_reads_only_its_rows_of_an_evaluation(tmp_path):
+    documents = [[10 * i + j for j in range(1, 4)] for i in range(60)]
+    corpus = open_folders(write_folder(tmp_path / "a", documents), eval_fraction=0.4)
+    whole, own = corpus.held_out(4, 9), corpus.held_out(4, 9, [1, 3])
+    assert len(whole) == len(own) > 2
+    for batch, part in zip(whole, own, strict=True):
+        assert_same([leaf[[1, 3]] for leaf in batch], part)
+
+
 def test_the_last_evaluation_batch_is_padded_and_none_is_all_padding(tmp_path):
     documents = [[i, i, i] for i in range(1, 40)]
     corpus = open_folders(write_folder(tmp_path / "a", documents), length=16, eval_fraction=0.3)

@@ -7,10 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from olmo_jax.errors import UserError
 from olmo_jax.launch import environment
+from olmo_jax.launch.cluster import GPU_FLAGS
 from olmo_jax.launch.environment import cache_dir, prepare
+from olmo_jax.launch.processes import Processes
 
-NAMES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "OLMO_JAX_CACHE")
+NAMES = (
+    "JAX_PLATFORMS",
+    "XLA_FLAGS",
+    "JAX_COMPILATION_CACHE_DIR",
+    "OLMO_JAX_CACHE",
+    "CUDA_VISIBLE_DEVICES",
+    environment.NO_PROXY,
+    "no_proxy",
+    *environment.PROXIES,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +71,53 @@ def test_the_users_flags_are_kept_but_not_a_number_of_devices(
     assert flags()["force_host_platform_device_count"] == "4"
 
 
+def test_each_process_emulates_its_share() -> None:
+    prepare(8, Processes(1, 4, "host:1"))
+    assert flags()["force_host_platform_device_count"] == "2"
+
+
+def test_a_share_that_is_given_holds() -> None:
+    prepare(8, Processes(1, 4, "host:1", devices_per_process=3))
+    assert flags()["force_host_platform_device_count"] == "3"
+
+
+def test_devices_that_do_not_divide_over_the_processes_are_refused() -> None:
+    with pytest.raises(UserError, match="3 processes for a mesh of 8 CPU devices"):
+        prepare(8, Processes(1, 3, "host:1"))
+
+
+def test_the_web_proxy_is_kept_from_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(8, Processes(1, 4, "host7:1"))
+    assert environment.NO_PROXY not in os.environ
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "intern")
+    prepare(8, Processes())
+    assert environment.NO_PROXY not in os.environ
+    prepare(8, Processes(1, 4, "host7:1"))
+    assert os.environ[environment.NO_PROXY] == "intern,host7"
+
+
+@pytest.mark.parametrize(
+    ("processes", "visible", "taken"),
+    [
+        # A lone process, or a pod of its own, has all; so has one that sees its own only.
+        (Processes(), "0,1,2,3", None),
+        (Processes(1, 2, "host:1"), "0,1,2,3", None),
+        (Processes(3, 4, "host:1", local_index=1), "0", None),
+        (Processes(3, 4, "host:1", local_index=1), "0,1", [1]),
+        (Processes(1, 2, "host:1", local_index=1, devices_per_process=2), "4,5,6,7", [2, 3]),
+    ],
+)
+def test_a_process_takes_its_own_gpus(
+    monkeypatch: pytest.MonkeyPatch, processes: Processes, visible: str, taken: list[int] | None
+) -> None:
+    put_gpu(monkeypatch, card=True, plugin=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert environment.local_devices(processes) == taken
+    put_gpu(monkeypatch, card=False, plugin=False)
+    assert environment.local_devices(processes) is None
+
+
 def test_a_gpu_is_left_to_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     put_gpu(monkeypatch, card=True, plugin=True)
     assert prepare(8) == ()
@@ -101,12 +160,20 @@ def test_it_refuses_to_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
         prepare(8)
 
 
-def test_jax_takes_what_was_set() -> None:
+def test_jax_takes_what_was_set_and_knows_every_flag_of_the_launchers() -> None:
     code = (
         "from olmo_jax.launch.environment import prepare; prepare(3); "
         "import jax; print(jax.device_count(), jax.default_backend())"
     )
+    flags = [f"{name}={value}" for name, value in GPU_FLAGS.items()]
+    own = {**os.environ, "XLA_FLAGS": " ".join([*flags, environment.DETERMINISTIC_FLAG])}
+    # XLA aborts the process on a flag that it does not know.
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code],
+        env=own,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert done.stdout.split() == ["3", "cpu"]

@@ -16,18 +16,31 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from olmo_jax.checkpoint import Checkpoints, Position
 from olmo_jax.config import Config
 from olmo_jax.data.batch import Batch
 from olmo_jax.data.corpus import Corpus
 from olmo_jax.errors import UserError
+from olmo_jax.launch.garbage import Garbage
 from olmo_jax.launch.stop import StopSignal
+from olmo_jax.launch.watchdog import Watchdog
 from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.train import loop, run_folder
-from olmo_jax.train.loop import Recorder, Upcoming, run_steps, speed, summary, upcoming
+from olmo_jax.train.loop import speed, summary
 from olmo_jax.train.metrics import MetricsFile, read
 from olmo_jax.train.program import Program
 from olmo_jax.train.progress import StepProgress, duration, in_background
 from olmo_jax.train.state import State
+from olmo_jax.train.steps import (
+    Keeper,
+    Recorder,
+    Session,
+    Upcoming,
+    evaluate,
+    run_steps,
+    upcoming,
+)
+from olmo_jax.train.trace import Trace
 
 VALUES = {
     "loss": 0.1,
@@ -40,7 +53,9 @@ VALUES = {
     "max_load": 1.75,
     "tokens": 64,
     "stop": 0,
+    "bad_leaves": np.zeros(3, np.int32),
 }
+LEAVES = ["embedding", "body", "head"]
 KEYS = [
     *("step", "tokens", "loss", "z_loss", "balance_loss", "router_z_loss", "grad_norm", "lr"),
     *("skipped", "drop_rate", "max_load", "tokens_per_s", "step_time_s"),
@@ -108,6 +123,20 @@ def config_of(steps: int, **train: Any) -> Config:
     )
 
 
+@dataclass
+class Kept:
+    """Stands for the checkpoints: remembers after which step what was saved."""
+
+    log: list[tuple[Any, ...]]
+
+    def save(self, state: Any, position: Position, **_: Any) -> None:
+        self.log.append(("save", position.step))
+
+
+def at(step: int) -> Position:
+    return Position(step, 8 * step, 64 * step)
+
+
 def run(
     tmp_path: Path,
     config: Config,
@@ -116,27 +145,51 @@ def run(
     held_out: int = 0,
     signals: dict[int, int] | None = None,
     evaluation_s: float = 0.0,
+    log: list[tuple[Any, ...]] | None = None,
 ) -> Ran:
     """Run the loop; `signals` are sent to this process before the steps of these numbers."""
     sizes = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "sequence": 1}
-    program = IdleProgram(config, build_mesh(sizes), special or {}, evaluation_s=evaluation_s)
+    program = IdleProgram(
+        config,
+        build_mesh(sizes),
+        special or {},
+        [] if log is None else log,
+        evaluation_s=evaluation_s,
+    )
     shown = io.StringIO()
 
     def steps():
         for step in range(1, config.train.steps + 1):
             if number := (signals or {}).get(step):
                 os.kill(os.getpid(), number)
-            yield Upcoming(step, NO_BATCH, 64 * step, 0.5)
+            yield Upcoming(at(step), NO_BATCH, 0.5)
 
     path = tmp_path / "metrics.jsonl"
     with (
         MetricsFile(path) as file,
         StepProgress(Console(file=shown), config.train.steps) as progress,
+        Trace(tmp_path, config.train.profile) as trace,
         StopSignal() as stop,
     ):
-        recorder = Recorder(config, file, progress)
-        run_steps(program, STATE, steps(), [NO_BATCH] * held_out, recorder, stop)
+        session = session_of(config, file, progress, trace, stop, program.log)
+        run_steps(program, STATE, steps(), [NO_BATCH] * held_out, session)
     return Ran(program.log, read(path), shown.getvalue(), stop)
+
+
+def session_of(
+    config: Config,
+    file: MetricsFile,
+    progress: StepProgress,
+    trace: Trace,
+    stop: StopSignal,
+    log: list[tuple[Any, ...]],
+) -> Session:
+    recorder = Recorder(config, file, progress, LEAVES, at(0))
+    # The types are checked at the calls, so what stands for the checkpoints is put in afterwards.
+    keeper = Keeper(MagicMock(spec=Checkpoints), config, {}, recorder)
+    keeper.checkpoints = Kept(log)  # type: ignore[assignment]
+    watchdog = Watchdog("nowhere", 0, 1, 600.0, 600.0)
+    return Session(recorder, keeper, trace, stop, watchdog, Garbage())
 
 
 def test_a_line_has_the_documented_keys_in_full_precision(tmp_path: Path) -> None:
@@ -226,20 +279,23 @@ def test_a_signal_while_the_weights_are_written_does_not_cost_them(
     program = IdleProgram(config, build_mesh(sizes))
     saved = []
 
-    def save(*arguments: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        saved.append(arguments)
+    def wait(_: Any) -> None:
+        if not saved:
+            os.kill(os.getpid(), signal.SIGTERM)
+        saved.append(True)
 
     monkeypatch.setattr(IdleProgram, "init", lambda self: STATE)
     monkeypatch.setattr(IdleProgram, "compile", lambda self, evaluation: None)
     monkeypatch.setattr(loop, "corpus_of", lambda _: MagicMock(spec=Corpus, tokenizer_path=None))
     monkeypatch.setattr(loop, "build_here", lambda _: program)
+    monkeypatch.setattr(loop.resume, "facts_of", lambda _: {})
     monkeypatch.setattr(
-        loop, "upcoming", lambda *_: (Upcoming(n, NO_BATCH, 64 * n, 0.5) for n in (1, 2))
+        loop, "upcoming", lambda *_: (Upcoming(at(n), NO_BATCH, 0.5) for n in (1, 2))
     )
-    monkeypatch.setattr(loop.weights, "save", save)
+    monkeypatch.setattr(Checkpoints, "save", lambda *_, **__: None)
+    monkeypatch.setattr(Checkpoints, "wait", wait)
     loop.train(config)
-    assert len(saved) == 1
+    assert saved
     assert (tmp_path / "run" / "report.png").is_file()
 
 
@@ -249,7 +305,10 @@ def test_a_stop_during_a_long_evaluation_ends_it(tmp_path: Path) -> None:
     program = IdleProgram(config, build_mesh(sizes))
     stop = StopSignal()
     stop.requested = True
-    assert loop.evaluate(program, STATE, [NO_BATCH] * 9, stop) == []
+    progress = StepProgress(Console(), 1)
+    file, trace = MetricsFile(tmp_path / "metrics.jsonl"), Trace(tmp_path, None)
+    session = session_of(config, file, progress, trace, stop, program.log)
+    assert evaluate(program, STATE, [NO_BATCH] * 9, session) == []
     assert program.log.count(("evaluate",)) == 1
 
 
@@ -279,6 +338,16 @@ def test_plain_lines_are_few_and_show_first_and_last(tmp_path: Path) -> None:
     assert all("tokens/s" in line and line.endswith(" left") for line in shown)
 
 
+def test_the_first_step_after_going_on_is_shown() -> None:
+    shown = io.StringIO()
+    with StepProgress(Console(file=shown), 100) as progress:
+        for step in (52, 53):
+            progress.show(
+                {"step": step, "loss": 1.0, "tokens_per_s": 9, "step_time_s": 1.0, "skipped": 0}
+            )
+    assert [line[:11] for line in shown.getvalue().splitlines()] == ["step 52/100"]
+
+
 def test_routing_that_is_not_learned_is_labelled(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"router": {"assignment": "random"}}})
     lines = run(tmp_path, config.model_copy(update={"train": config_of(1).train})).lines
@@ -293,34 +362,124 @@ def test_expert_counts_are_written_when_the_step_has_them(tmp_path: Path) -> Non
 
 @dataclass(frozen=True)
 class Rows:
-    """Stands for a corpus whose first batch has four padded positions."""
+    """Stands for a corpus; remembers from where and for whom it was read."""
+
+    asked: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
 
     def batches(self, consumed: int, global_batch: int, rows: Any) -> Any:
-        for step in range(1000):
-            real = np.ones((global_batch, 8), bool)
-            real[0, 4:] = step > 0
-            yield NO_BATCH._replace(real=real)
+        self.asked.append((consumed, global_batch, tuple(rows)))
+        while True:
+            yield NO_BATCH
 
 
-def test_learning_rate_and_tokens_count_real_positions_from_step_one() -> None:
+def steps_after(config: Config, done: Position, corpus: Any) -> list[Upcoming]:
     # The type of the corpus is checked at the call, so the function beneath the check is taken.
-    steps = list(getattr(upcoming, "__wrapped__", upcoming)(config_of(6, global_batch=2), Rows()))
-    assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert [step.tokens for step in steps] == [12, 28, 44, 60, 76, 92]
-    assert [step.lr for step in steps] == [0.25, 0.5, 0.75, 1, 1, 1]
+    return list(getattr(upcoming, "__wrapped__", upcoming)(config, corpus, [1], done))
 
 
-def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+def test_steps_tokens_and_rate_go_on_where_the_run_was() -> None:
+    config, corpus = config_of(6, global_batch=2), Rows()
+    whole = steps_after(config, at(0), corpus)
+    assert [step.position for step in whole] == [Position(n, 2 * n, 16 * n) for n in range(1, 7)]
+    assert [step.lr for step in whole] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert steps_after(config, whole[2].position, corpus) == whole[3:]
+    assert corpus.asked == [(0, 2, (1,)), (6, 2, (1,))]
+
+
+def test_another_global_batch_goes_on_after_the_sequences_that_were_consumed() -> None:
+    corpus = Rows()
+    steps = steps_after(config_of(6, global_batch=5), Position(4, 8, 64), corpus)
+    assert corpus.asked == [(8, 5, (1,))]
+    assert [step.position for step in steps] == [Position(5, 13, 104), Position(6, 18, 144)]
+
+
+def test_a_schedule_in_tokens_ends_with_the_run_after_a_change_of_the_batch() -> None:
+    schedule = {"kind": "linear", "unit": "tokens", "final": 0.0}
+    config = Config.model_validate(
+        {"train": {"steps": 6, "sequence_length": 8}, "optim": {"lr": 1.0, "schedule": schedule}}
+    )
+    whole = steps_after(config, at(0), Rows())
+    assert whole[-1].lr == 0
+    assert steps_after(config, whole[1].position, Rows()) == whole[2:]
+    half = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 4})})
+    rates = [step.lr for step in steps_after(half, whole[1].position, Rows())]
+    assert rates == [0.375, 0.25, 0.125, 0]
+
+
+def test_a_folder_with_something_of_a_run_and_no_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match=r"holds a run already .* another run_dir"):
-        run_folder.refuse_used(tmp_path)
-    run_folder.refuse_used(tmp_path / "new")
+    with pytest.raises(UserError, match=r"holds metrics.jsonl and no config.yaml.*another run_dir"):
+        run_folder.refuse_foreign(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    run_folder.refuse_foreign(tmp_path)
+    run_folder.refuse_foreign(tmp_path / "new")
 
 
-def test_weights_without_metrics_are_a_run_too(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
-    with pytest.raises(UserError, match="checkpoints is there"):
-        run_folder.refuse_used(tmp_path)
+def test_a_bucket_is_no_run_folder() -> None:
+    with pytest.raises(UserError, match=r"run_dir=s3:/+bucket/run is in no local file system"):
+        run_folder.refuse_foreign(Path("s3://bucket/run"))
+
+
+def test_checkpoints_come_every_so_often_and_never_ahead_of_the_metrics(tmp_path: Path) -> None:
+    ran = run(tmp_path, saving(7, every=3))
+    saves = [i for i, entry in enumerate(ran.log) if entry[0] == "save"]
+    assert [ran.log[i] for i in saves] == [("save", 3), ("save", 6)]
+    # The step is read, and so its line is written, and the next one has not taken the state away.
+    assert [ran.log[i - 1] for i in saves] == [("read", "step 3"), ("read", "step 6")]
+    assert [ran.log[i + 1][:2] for i in saves] == [("step", 4), ("step", 7)]
+
+
+def saving(steps: int, *, every: int, **train: Any) -> Config:
+    config = config_of(steps, **train)
+    return config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"every": every})}
+    )
+
+
+BAD = {"loss": math.nan, "skipped": 1, "bad_leaves": np.array([0, 1, 1])}
+
+
+def test_a_checkpoint_that_is_due_in_bad_steps_waits_for_a_good_one(tmp_path: Path) -> None:
+    ran = run(tmp_path, saving(9, every=3), special={3: BAD, 4: BAD})
+    assert [entry for entry in ran.log if entry[0] == "save"] == [
+        ("save", 5),
+        ("save", 6),
+        ("save", 9),
+    ]
+
+
+def test_bad_steps_in_a_row_end_the_run_and_name_the_leaves(tmp_path: Path) -> None:
+    special = dict.fromkeys((2, 3, 5, 6, 7, 8), BAD)
+    with pytest.raises(UserError) as refused:
+        run(tmp_path, saving(20, every=1, max_bad_steps=3), special=special)
+    text = str(refused.value)
+    assert "train.max_bad_steps=3: loss or gradient norm was not finite in 3 steps in a row" in text
+    assert "up to step 7 (loss nan" in text
+    assert "not finite: body and head)" in text
+    lines = read(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
+    named = [line["step"] for line in lines if line.get("bad_leaves") == ["body", "head"]]
+    assert named == [2, 3, 5, 6, 7]
+
+
+def test_a_trace_has_the_steps_that_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda _: log.append(("start", "trace")))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: log.append(("stop", "trace")))
+    run(tmp_path, config_of(5, profile={"start": 2, "steps": 2}), log=log)
+    # What came before has ended when it starts, and its own last step when it stops.
+    assert [entry[:2] for entry in log] == [
+        *[("step", 1), ("read", "step 1"), ("start", "trace"), ("step", 2), ("step", 3)],
+        *[("read", "step 2"), ("read", "step 3"), ("stop", "trace"), ("step", 4), ("step", 5)],
+        *[("read", "step 4"), ("read", "step 5")],
+    ]
+    log.clear()
+    run(tmp_path, config_of(3, profile={"start": 3, "steps": 9}), log=log)
+    assert [entry[0] for entry in log if entry[0] != "read"] == [
+        *("step", "step", "start", "step", "stop"),
+    ]
 
 
 def test_a_run_folder_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> None:

@@ -48,6 +48,12 @@ def test_a_run_of_any_length_gives_a_picture(tmp_path: Path, num: int, counts: b
     assert len(data) > 20_000
 
 
+def test_a_run_that_recorded_counts_only_at_its_end_gives_a_picture(tmp_path: Path) -> None:
+    lines = [*lines_of(3, counts=False), *lines_of(6)[3:]]
+    draw(lines, tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(PNG)
+
+
 def test_steps_without_a_finite_loss_leave_a_gap_and_a_mark(tmp_path: Path) -> None:
     lines = lines_of(12)
     lines[3] |= {"loss": float("nan"), "grad_norm": float("nan"), "skipped": 1}

@@ -1,0 +1,104 @@
+"""A state as the leaves of a checkpoint: by role and logical name, as no mesh lays them out."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Tree = dict[str, dict[str, Any]]
+"""Arrays, or what describes them, by role and name."""
+
+WEIGHTS = ("main", "router_bias")
+"""The roles that a model is computed from; the others go on with its training."""
+
+
+class Key(NamedTuple):
+    """A leaf of a checkpoint."""
+
+    role: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.name}"
+
+
+def stored(state: Any) -> Tree:
+    """Return what is stored of a state: all but the compute weights, which `main` determines.
+
+    This and `unstored` say how a leaf lies in a checkpoint: today as it lies in the state.
+    """
+    tree = {
+        "main": state.main,
+        "mu": state.moments["mu"],
+        "nu": state.moments["nu"],
+        "router_bias": state.router_bias,
+        "history": state.history,
+        "counters": {"step": state.step, "moments": state.moments["count"]},
+    }
+    return {role: dict(leaves) for role, leaves in tree.items() if leaves}
+
+
+def unstored(tree: Tree, like: Any, weights: Mapping[str, Any]) -> Any:
+    """Return the state of a restored tree; `like` is a state of the same kind."""
+    return like._replace(
+        weights=dict(weights),
+        main=tree["main"],
+        moments={"mu": tree["mu"], "nu": tree["nu"], "count": tree["counters"]["moments"]},
+        router_bias=tree.get("router_bias", {}),
+        history=tree["history"],
+        step=tree["counters"]["step"],
+    )
+
+
+def flat(tree: Mapping[str, Mapping[str, Any]]) -> dict[Key, Any]:
+    """Return the leaves by key, in a fixed order."""
+    return {
+        Key(role, name): leaf
+        for role, leaves in sorted(tree.items())
+        for name, leaf in sorted(leaves.items())
+    }
+
+
+def nested(leaves: Mapping[Key, Any]) -> Tree:
+    """Return the leaves as a tree again."""
+    tree: Tree = {}
+    for key, leaf in leaves.items():
+        tree.setdefault(key.role, {})[key.name] = leaf
+    return tree
+
+
+def resized(history: Mapping[str, jax.Array], window: int) -> dict[str, jax.Array]:
+    """Return the skip rule's history in another window: the newest steps of it, newest last."""
+    size = jnp.minimum(history["size"], window)
+    return {
+        name: size.astype(jnp.int32) if name == "size" else _newest(leaf, window)
+        for name, leaf in history.items()
+    }
+
+
+def _newest(past: jax.Array, window: int) -> jax.Array:
+    kept = past[max(0, len(past) - window) :]
+    return jnp.pad(kept, (window - len(kept), 0))
+
+
+def blocks(shape: tuple[int, ...], num_elements: int) -> Iterator[tuple[slice, ...]]:
+    """Yield a leaf's blocks of at most so many elements, as slices of every dim.
+
+    A block takes whole trailing dims and a stretch of one dim: most have the same shape.
+    """
+    if not shape:
+        yield ()
+        return
+    below = 1
+    for size in shape[1:]:
+        below *= size
+    if below > num_elements:
+        for index in range(shape[0]):
+            for rest in blocks(shape[1:], num_elements):
+                yield (slice(index, index + 1), *rest)
+        return
+    length = max(1, num_elements // max(1, below))
+    for begin in range(0, shape[0], length):
+        stretch = slice(begin, min(begin + length, shape[0]))
+        yield (stretch, *(slice(0, size) for size in shape[1:]))

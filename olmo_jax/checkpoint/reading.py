@@ -1,0 +1,181 @@
+"""Leaves out of a checkpoint: strict, checked against their checksums, on whatever mesh asks."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
+
+from olmo_jax.checkpoint import faults
+from olmo_jax.checkpoint.checksum import Sums, sums_of, texts_of
+from olmo_jax.checkpoint.folders import STATE
+from olmo_jax.checkpoint.leaves import Key, blocks, flat, nested
+from olmo_jax.checkpoint.manifest import Leaf, Saved
+from olmo_jax.config.messages import listing, show
+from olmo_jax.config.records import Config
+from olmo_jax.errors import UserError
+
+BLOCK_ELEMENTS = 1 << 24
+"""Of what is read block by block, one block: 64 MiB."""
+
+_NAMED = 4
+
+
+def check_leaves(
+    saved: Saved, wanted: Mapping[Key, Any], roles: tuple[str, ...], config: Config | None
+) -> None:
+    """Compare a checkpoint's leaves of some roles with the wanted ones: names, shapes, dtypes.
+
+    Raises: UserError that names the first leaf that differs, and the keys that may be why.
+    """
+    there = {key: leaf for key, leaf in saved.leaves.items() if key.role in roles}
+    found = {key: f"{leaf.dtype}{list(leaf.shape)}" for key, leaf in there.items()}
+    asked = {key: f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}" for key, leaf in wanted.items()}
+    differing = [key for key in sorted({*found, *asked}) if found.get(key) != asked.get(key)]
+    if not differing:
+        return
+    key = differing[0]
+    if key not in found:
+        what = f"{saved.folder} lacks {key}, which the model has as {asked[key]}"
+    elif key not in asked:
+        what = f"{saved.folder} has {key} as {found[key]}, which the model lacks"
+    else:
+        what = f"{saved.folder} has {key} as {found[key]}, the model as {asked[key]}"
+    raise UserError(
+        f"{what} ({len(differing)} leaves differ); a checkpoint fits only the model that it was "
+        f"saved from; {_advice(saved, config)}"
+    )
+
+
+def _advice(saved: Saved, config: Config | None) -> str:
+    differing = [] if config is None else _differing_keys(saved.config, config)
+    if not differing:
+        return "use the config.yaml of its run"
+    return f"write {listing(differing[:_NAMED], 'and')}, as its run has it"
+
+
+def _differing_keys(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Return the model's keys that differ, as its run has them, sizes before anything else."""
+    there, here = (
+        dict(_dotted(tree, "model."))
+        for tree in (saved.get("model", {}), config.model.model_dump(mode="json"))
+    )
+    keys = [key for key in there if key != "model.dtype" and there[key] != here.get(key)]
+    keys.sort(key=lambda key: isinstance(there[key], bool) or not isinstance(there[key], int))
+    return [f"{key}={show(there[key])}" for key in keys]
+
+
+def _dotted(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key, jax.Array]:
+    """Return the wanted leaves in their shardings, each as it was written.
+
+    Every process reads what its own devices hold, and nothing twice.
+
+    Raises: UserError naming a leaf that cannot be read, or that differs from its checksum.
+    """
+    found = _read(saved, wanted)
+    checksums = texts_of(found)
+    for key in wanted:
+        if checksums[key] != saved.leaves[key].checksum:
+            raise damaged(saved, key, "its checksum differs")
+    return found
+
+
+def _read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key, jax.Array]:
+    arguments = {
+        key: ocp.ArrayRestoreArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
+        )
+        for key, leaf in wanted.items()
+    }
+    request = ocp.args.PyTreeRestore(
+        nested(wanted), restore_args=nested(arguments), partial_restore=True
+    )
+    try:
+        with (
+            faults.without_tracebacks(),
+            ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader,
+        ):
+            found = reader.restore(saved.folder, args=ocp.args.Composite(**{STATE: request}))
+    except Exception as error:  # Orbax and TensorStore raise all kinds
+        key = _unreadable(saved, wanted)
+        if key is None:
+            raise UserError(
+                f"{saved.folder} cannot be read: {faults.short(error)}; a folder that was written "
+                "to its end can; take another step: `olmo-jax checkpoint list` names them"
+            ) from error
+        raise damaged(saved, key, "it cannot be read") from error
+    leaves = flat(found[STATE])
+    return {key: leaves[key] for key in wanted}
+
+
+def damaged(saved: Saved, key: Key, why: str) -> UserError:
+    """Return the error for a leaf that is not as it was written."""
+    return UserError(
+        f"{key} in {saved.folder} is damaged ({why}); a leaf is used only as it was written; take "
+        "another step: `olmo-jax checkpoint list` names them"
+    )
+
+
+def _unreadable(saved: Saved, wanted: Mapping[Key, Any]) -> Key | None:
+    """Return the first leaf that TensorStore cannot read alone, None if it can read all."""
+    for key in wanted:
+        try:
+            for _ in blocks_of(saved.folder, key, saved.leaves[key]):
+                pass
+        except ValueError:
+            return key
+    return None
+
+
+def blocks_of(
+    folder: epath.Path, key: Key, leaf: Leaf, num_elements: int = BLOCK_ELEMENTS
+) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """Yield a leaf's blocks and where each begins, one block at a time in memory.
+
+    Raises: ValueError if the leaf cannot be read, or has another shape or dtype.
+    """
+    array = _open(folder, key)
+    if array.shape != leaf.shape or array.dtype.numpy_dtype != np.dtype(leaf.dtype):
+        raise ValueError(f"{key} is {array.dtype.name}{list(array.shape)}")
+    for block in blocks(leaf.shape, num_elements):
+        yield tuple(part.start for part in block), np.asarray(array[block].read().result())
+
+
+def _open(folder: epath.Path, key: Key) -> Any:
+    """Open a leaf where Orbax keeps it: a zarr array in the folder's OCDBT database."""
+    place = str(folder / STATE)
+    spec = {
+        "driver": "zarr",
+        "kvstore": {
+            "driver": "ocdbt",
+            "base": place if "://" in place else f"file://{place}",
+            "path": f"{key.role}.{key.name}/",
+        },
+        # What is read once is not worth keeping.
+        "context": {"cache_pool": {"total_bytes_limit": 0}},
+    }
+    return tensorstore.open(spec, open=True, read=True).result()
+
+
+def checksum_of(saved: Saved, key: Key, num_elements: int = BLOCK_ELEMENTS) -> str:
+    """Return the checksum of a leaf as it lies on the disk, read block by block.
+
+    Raises: ValueError if it cannot be read.
+    """
+    first = second = 0
+    for start, block in blocks_of(saved.folder, key, saved.leaves[key], num_elements):
+        sums = sums_of(jnp.asarray(block), start)
+        first, second = first + int(sums.first), second + int(sums.second)
+    return Sums(first % 2**32, second % 2**32).text()

@@ -1,0 +1,200 @@
+"""Renders a batch script for Slurm that goes on by itself, and submits it."""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from olmo_jax.config import Config
+from olmo_jax.errors import UserError
+from olmo_jax.launch import cluster
+from olmo_jax.launch.processes import COORDINATOR
+
+WORD = r"[A-Za-z0-9_.:@+/-]+"
+LIST = r"[A-Za-z0-9_.:@+/,&|*\[\]-]+"
+SCRIPT = "job.sbatch"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a user asks of Slurm. `grace_s`: how long before its limit the job is told to stop."""
+
+    nodes: int
+    gpus_per_node: int = 8
+    time: str = "24:00:00"
+    job_name: str = "olmo-jax"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    cpus_per_task: int | None = None
+    grace_s: int = 300
+    max_restarts: int = 3
+    folder: str = "."
+    python: str = "python"
+    env: Sequence[str] = ()
+    setup: Sequence[str] = ()
+
+
+def render(config: Config, command: Sequence[str], job: Job) -> str:
+    """Return the batch script that runs `olmo-jax` with the arguments `command`.
+
+    Raises: UserError for names that Slurm would not take, or a mesh of another size.
+    """
+    _check(config, job)
+    logs = str(PurePosixPath(job.folder, config.run_dir, "logs"))
+    directives = "\n".join(f"#SBATCH {line}" for line in _directives(job, logs))
+    return _SCRIPT.format(
+        directives=directives,
+        folder=shlex.quote(job.folder),
+        setup="".join(f"{line}\n" for line in job.setup),
+        exports="\n".join(_exports(cluster.variables(config, job.env))),
+        coordinator=COORDINATOR,
+        logs=shlex.quote(logs),
+        # A task of srun, too, has a pattern for a name: %t is its rank.
+        task_log=shlex.quote(f"{logs}/rank_%t.log"),
+        # srun does not take it over from the batch script.
+        cpus=f"--cpus-per-task={job.cpus_per_task} " if job.cpus_per_task else "",
+        max_restarts=job.max_restarts,
+        command=shlex.join([job.python, "-m", "olmo_jax.cli", *command]),
+    )
+
+
+def _check(config: Config, job: Job) -> None:
+    check = cluster.check_word
+    check("--job-name", job.job_name, WORD, "moe-7b")
+    check("--time", job.time, r"[0-9:-]+", "24:00:00")
+    check("--partition", job.partition, LIST, "gpu")
+    check("--account", job.account, WORD, "project-1")
+    check("--qos", job.qos, WORD, "normal")
+    check("--constraint", job.constraint, LIST, "h100")
+    cluster.check_devices(config, {"--nodes": job.nodes, "--gpus-per-node": job.gpus_per_node})
+    if "://" in config.run_dir:
+        raise UserError(
+            f"run_dir={config.run_dir} is in no file system of the nodes, and Slurm writes logs "
+            "into run_dir/logs; write a folder that all nodes share"
+        )
+    if found := re.search(r'[%"\\\x00-\x1f]', config.run_dir):
+        raise UserError(
+            f"run_dir={config.run_dir!r} has {found[0]!r}, which Slurm does not take in the name "
+            "of a log; write a name without it"
+        )
+
+
+def _directives(job: Job, logs: str) -> Iterator[str]:
+    yield f"--job-name={job.job_name}"
+    yield f"--nodes={job.nodes}"
+    yield f"--ntasks-per-node={job.gpus_per_node}"
+    yield f"--gpus-per-node={job.gpus_per_node}"
+    if job.cpus_per_task is not None:
+        yield f"--cpus-per-task={job.cpus_per_task}"
+    yield f"--time={job.time}"
+    for name in ("partition", "account", "qos", "constraint"):
+        if (value := getattr(job, name)) is not None:
+            yield f"--{name}={value}"
+    yield f'--output="{logs}/slurm_%j.log"'
+    yield "--open-mode=append"
+    yield "--requeue"
+    yield f"--signal=B:USR1@{job.grace_s}"
+
+
+def _exports(variables: Mapping[str, str]) -> Iterator[str]:
+    for name, value in variables.items():
+        yield f"export {name}={shlex.quote(value)}"
+
+
+# Slurm signals the batch shell alone (B:), with USR1, at the end of the time: a TERM comes from
+# scancel or a preemption, after which the job must not come back by its own doing.
+# A `wait` that a trap has interrupted returns the trap's code, so it is called again.
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+
+cd {folder} || exit 1
+{setup}
+{exports}
+nodes=${{SLURM_JOB_NODELIST:?this script runs under Slurm}}
+{coordinator}="$(scontrol show hostnames "$nodes" | head -n 1):$((61440 + SLURM_JOB_ID % 4096))"
+export {coordinator}
+
+logs={logs}
+mkdir -p "$logs"
+failures="$logs/failures_$SLURM_JOB_ID"
+stopped=
+step=
+
+stop() {{
+  stopped=$1
+  interrupted=yes
+  if [ -n "$step" ]; then kill -TERM "$step" 2>/dev/null; fi
+}}
+trap 'stop limit' USR1
+trap 'stop cancelled' TERM
+
+srun --kill-on-bad-exit=1 --open-mode=append {cpus}--output={task_log} \\
+  {command} &
+step=$!
+interrupted=yes
+while [ -n "$interrupted" ]; do
+  interrupted=
+  wait "$step"
+  code=$?
+done
+
+if [ "$stopped" = cancelled ]; then
+  echo "olmo-jax: stopped from outside; exit code $code"
+  exit "$code"
+fi
+if [ "$code" -eq 0 ]; then
+  rm -f "$failures"
+  if [ "$stopped" = limit ]; then
+    echo "olmo-jax: stopped before the end of the time; the job goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+  exit 0
+fi
+grep -h '^olmo-jax: ' "$logs"/rank_*.log | tail -n 5
+count=$(($(cat "$failures" 2>/dev/null || echo 0) + 1))
+echo "$count" > "$failures"
+if [ "$count" -gt {max_restarts} ]; then
+  echo "olmo-jax: exit code $code, failure $count in a row; {max_restarts} restarts are allowed"
+  exit "$code"
+fi
+echo "olmo-jax: exit code $code; restart $count of {max_restarts}"
+scontrol requeue "$SLURM_JOB_ID"
+exit "$code"
+"""
+
+
+def submit(script: str, config: Config) -> str:
+    """Write the script into `run_dir/logs`, hand it to sbatch, and return what that says.
+
+    Raises: UserError if the folder cannot be written, or there is no sbatch, or it refuses.
+    """
+    # Slurm makes no folder for the log that it is to write there.
+    path = Path(config.run_dir) / "logs" / SCRIPT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script, encoding="utf-8")
+    return run_client(["sbatch", str(path)])
+
+
+def run_client(command: Sequence[str], given: str | None = None) -> str:
+    """Run a scheduler's own command with `given` as its input, and return its output.
+
+    Raises: UserError if it is not there, or fails.
+    """
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UserError(
+            f"{command[0]} is not on the PATH of this machine; run this where jobs are submitted, "
+            "or use --dry-run and submit what it prints"
+        ) from None
+    if done.returncode != 0:
+        raise UserError(
+            f"{shlex.join(command)} failed with exit code {done.returncode}: "
+            f"{(done.stderr or done.stdout).strip()}; mend that, or look at it with --dry-run"
+        )
+    return done.stdout.strip()

@@ -1,0 +1,66 @@
+"""Each parameter with its specs, and how much of it one device holds: from a config and a mesh."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec as P
+
+from olmo_jax.config.records import Config
+from olmo_jax.mesh.rules import STACKED, Placed, axes_used, place
+from olmo_jax.plan.parameters import ParameterShape, parameter_shapes
+
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
+
+
+class Leaf(NamedTuple):
+    """One parameter: a leaf of the body holds all of its layers, `layers` of them."""
+
+    name: str
+    shape: ParameterShape
+    placed: Placed
+    sizes: Mapping[str, int]
+
+    @property
+    def layers(self) -> int:
+        return self.shape.shape[0] if self.shape.dims[0] == STACKED else 1
+
+    @property
+    def is_expert(self) -> bool:
+        """Say whether the leaf belongs to the routed experts."""
+        return "experts" in self.shape.dims
+
+    @property
+    def unit(self) -> str:
+        """The unit that reads it: the embedding, the head, or a block; the body's are all alike."""
+        parts = self.name.split(".")
+        return ".".join(parts[: 2 if parts[0] in ("leading", "trailing") else 1])
+
+    def elements(self, spec: P) -> int:
+        """Return how many of its elements one device holds when laid out as `spec`."""
+        return self.shape.size // parts(axes_used(spec), self.sizes)
+
+
+def parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    """Return the number of ranks along `axes`."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def leaves(config: Config, sizes: Mapping[str, int]) -> list[Leaf]:
+    """Return every parameter with its specs on a mesh of these sizes.
+
+    Raises: UserError if an axis does not divide its dim.
+    """
+    parallel = config.parallel
+
+    def specs(name: str, shape: ParameterShape) -> Placed:
+        return place(
+            name,
+            *shape,
+            method=parallel.method,
+            shard_optimizer=parallel.shard_optimizer,
+            sizes=sizes,
+        )
+
+    shapes = parameter_shapes(config.model)
+    return [Leaf(name, shape, specs(name, shape), sizes) for name, shape in shapes.items()]

@@ -1,0 +1,206 @@
+"""The batch script as rendered, and what it does under a Slurm of shell scripts."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from olmo_jax.cli import main
+from olmo_jax.config import Config, load
+from olmo_jax.errors import UserError
+from olmo_jax.launch import slurm
+from olmo_jax.launch.slurm import Job, render
+
+HERE = Path(__file__).parent
+CONFIG = HERE / "config.yaml"
+GOLDEN = HERE / "golden" / "job.sbatch"
+JOB = Job(
+    nodes=2,
+    time="1-12:00:00",
+    job_name="moe-7b",
+    partition="gpu,big",
+    account="project.1",
+    constraint="h100|h200",
+    cpus_per_task=12,
+    max_restarts=2,
+    folder="/home/me/it's here",
+    python="/opt/env/bin/python",
+    env=["NCCL_DEBUG=INFO", "NOTE=$(id) `id` 'x'"],
+    setup=["module load cuda/13"],
+)
+OVERRIDES = ["data.sources=[{path: /data/$USER/a b}]", "seed=1"]
+
+
+def rendered(job: Job = JOB, overrides: Sequence[str] = (), command: Sequence[str] = ()) -> str:
+    config = load(CONFIG, overrides)
+    return render(config, command or ["train", "configs/my config.yaml", *OVERRIDES], job)
+
+
+def test_the_script_is_the_one_that_was_looked_at() -> None:
+    assert rendered() == GOLDEN.read_text()
+
+
+def small(tmp_path: Path, max_restarts: int = 2) -> Path:
+    """Write the script of a job whose run folder has a name that asks for quotes."""
+    run_dir = tmp_path / "run's $HOME"
+    job = replace(JOB, folder=str(tmp_path), max_restarts=max_restarts, setup=())
+    path = tmp_path / "job.sbatch"
+    path.write_text(
+        render(load(CONFIG, [f"run_dir={run_dir}"]), ["train", "c.yaml", "a=$X b"], job)
+    )
+    return path
+
+
+def start(tmp_path: Path, path: Path, srun: str) -> subprocess.Popen[str]:
+    """Start the script with `srun` as the text of that command; scontrol notes what it is asked."""
+    tools = tmp_path / "bin"
+    tools.mkdir(exist_ok=True)
+    for name, text in {
+        "srun": srun,
+        "scontrol": 'if [ "$1" = show ]; then echo node7; echo node8; else echo "$@" >> asked; fi',
+    }.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    own = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "4100",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+    }
+    return subprocess.Popen(
+        ["bash", str(path)], env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def ended(tmp_path: Path, process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Return the exit code, the output, and what was asked of scontrol."""
+    output, _ = process.communicate(timeout=30)
+    asked = tmp_path / "asked"
+    return process.returncode, output, asked.read_text() if asked.exists() else ""
+
+
+def test_a_run_to_its_end_is_the_end(tmp_path: Path) -> None:
+    show = 'for word in "$@"; do echo "<$word>"; done; echo "$OLMO_JAX_COORDINATOR"; echo "$NOTE"'
+    code, output, asked = ended(tmp_path, start(tmp_path, small(tmp_path), show))
+    assert (code, asked) == (0, "")
+    log = f"<--output={tmp_path}/run's $HOME/logs/rank_%t.log>"
+    command = [
+        "<--cpus-per-task=12>",
+        log,
+        "</opt/env/bin/python>",
+        "<-m>",
+        "<olmo_jax.cli>",
+        "<train>",
+        "<c.yaml>",
+    ]
+    assert output.splitlines()[2:] == [*command, "<a=$X b>", "node7:61444", "$(id) `id` 'x'"]
+
+
+def test_failures_in_a_row_bring_the_job_back_a_limited_number_of_times(tmp_path: Path) -> None:
+    logs = tmp_path / "run's $HOME" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank_1.log").write_text("step 7\nolmo-jax: rank 1 hangs: in a sleep\n")
+    path = small(tmp_path)
+    for count in (1, 2):
+        code, output, asked = ended(tmp_path, start(tmp_path, path, "exit 124"))
+        assert code == 124
+        assert f"exit code 124; restart {count} of 2" in output
+        assert "olmo-jax: rank 1 hangs: in a sleep" in output
+        assert asked == "requeue 4100\n" * count
+    code, output, asked = ended(tmp_path, start(tmp_path, path, "exit 124"))
+    assert (code, asked) == (124, "requeue 4100\n" * 2)
+    assert "failure 3 in a row; 2 restarts are allowed" in output
+
+
+def test_a_success_forgets_earlier_failures(tmp_path: Path) -> None:
+    path = small(tmp_path, max_restarts=1)
+    for srun, code in (("exit 1", 1), ("exit 0", 0), ("exit 1", 1)):
+        found, output, asked = ended(tmp_path, start(tmp_path, path, srun))
+        assert found == code
+    assert asked == "requeue 4100\n" * 2
+    assert "restart 1 of 1" in output
+
+
+@pytest.mark.parametrize(
+    ("number", "requeued", "words"),
+    [
+        (signal.SIGUSR1, "requeue 4100\n", "stopped before the end of the time"),
+        (signal.SIGTERM, "", "stopped from outside; exit code 0"),
+    ],
+)
+def test_the_end_of_the_time_brings_the_job_back_and_scancel_does_not(
+    tmp_path: Path, number: signal.Signals, requeued: str, words: str
+) -> None:
+    srun = "trap 'sleep 0.2; echo saved; exit 0' TERM; touch up; while true; do sleep 0.05; done"
+    process = start(tmp_path, small(tmp_path), srun)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "up").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    code, output, asked = ended(tmp_path, process)
+    assert (code, asked) == (0, requeued)
+    assert "saved" in output
+    assert words in output
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"job_name": "a b"}, "--job-name 'a b' has characters"),
+        ({"partition": "gpu\n#SBATCH --uid=0"}, "--partition 'gpu\\n#SBATCH --uid=0' has"),
+        ({"account": "x; rm"}, "--account 'x; rm' has characters"),
+        ({"time": "1 day"}, "--time '1 day' has characters"),
+        ({"nodes": 3}, "--nodes 3 x --gpus-per-node 8 = 24 devices, but mesh.data=2 x mesh.expert"),
+        ({"env": ["A B=1"]}, "--env A B=1: it takes NAME=VALUE"),
+    ],
+)
+def test_what_slurm_would_not_take_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        rendered(replace(JOB, **change))
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("run_dir", ["gs://bucket/run", "/runs/100%", '/runs/"x"'])
+def test_a_run_folder_whose_logs_slurm_could_not_write_is_refused(run_dir: str) -> None:
+    with pytest.raises(UserError, match="run_dir="):
+        render(Config(run_dir=run_dir), ["train"], Job(nodes=1, gpus_per_node=1))
+
+
+def test_a_mesh_with_an_open_axis_takes_what_divides() -> None:
+    rendered(replace(JOB, nodes=5), ["mesh.data=-1"])
+    with pytest.raises(UserError, match=r"= 12 devices, but mesh\.data=-1 x mesh\.expert=8"):
+        rendered(replace(JOB, nodes=3, gpus_per_node=4), ["mesh.data=-1"])
+
+
+def test_dry_run_prints_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm.subprocess, "run", None)
+    arguments = ["launch", "slurm", "--nodes", "2", "--dry-run", str(CONFIG)]
+    assert main([*arguments, f"run_dir={tmp_path}/run"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=olmo-jax\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_script_is_handed_to_sbatch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["launch", "slurm", "--nodes", "2", str(CONFIG), f"run_dir={tmp_path}/run"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(arguments) == 1
+    assert "sbatch is not on the PATH" in capsys.readouterr().err
+    (tmp_path / "sbatch").write_text('#!/bin/sh\necho "Submitted $1"; exit $CODE\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("CODE", "0")
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    assert output.endswith(f"Submitted {tmp_path}/run/logs/job.sbatch\n")
+    assert (tmp_path / "run" / "logs" / "job.sbatch").read_text() in output
+    monkeypatch.setenv("CODE", "3")
+    assert main(arguments) == 1
+    assert "failed with exit code 3: Submitted" in capsys.readouterr().err
