@@ -363,7 +363,17 @@ def sources(config: Config) -> Iterator[str]:
         )
 
 
+def local_run_dir(config: Config) -> Iterator[str]:
+    """A line of metrics is appended at once, which no object store does."""
+    if "://" in config.run_dir:
+        yield (
+            f"run_dir={config.run_dir} is in no file system, and metrics.jsonl and logs grow line "
+            "by line, which a bucket cannot; write a folder that all processes see"
+        )
+
+
 RULES: tuple[Rule, ...] = (
+    local_run_dir,
     axis_sizes,
     lambda config: one_open_axis(config.mesh),
     axes_not_built,

@@ -72,10 +72,10 @@ def _check(config: Config, job: Job) -> None:
     cluster.check_devices(config, {"--nodes": job.nodes, "--gpus-per-node": job.gpus_per_node})
     mounts = [path for _, path in map(_claim, job.claims)]
     kept = any(PurePosixPath(config.run_dir).is_relative_to(path) for path in mounts)
-    if "://" not in config.run_dir and not kept:
+    if not kept:
         raise UserError(
             f"run_dir={config.run_dir} lies in no volume of {list(job.claims)}, so checkpoints "
-            "would end with their pod; write run_dir=/run/NAME with --claim CLAIM:/run, or a URL"
+            "would end with their pod; write run_dir=/run/NAME with --claim CLAIM:/run"
         )
 
 

@@ -54,7 +54,7 @@ def launch(
     Raises: UserError if the machine has too few GPUs, or the logs cannot be written.
     """
     _check_devices(config, num_processes, devices_per_process)
-    logs = logs or _logs_folder(config)
+    logs = logs or Path(config.run_dir) / "logs"
     variables = _variables(num_processes, devices_per_process)
     print(f"olmo-jax: {num_processes} processes, logs in {logs}/rank_*.log", flush=True)
     with _running(command, variables, num_processes, logs) as ranks, _forwarding(ranks):
@@ -84,15 +84,6 @@ def _check_devices(config: Config, num_processes: int, devices_per_process: int 
             f"devices, but mesh.* asks for {total}; they must be equal; leave "
             "--devices-per-process out, or write other mesh.* sizes"
         )
-
-
-def _logs_folder(config: Config) -> Path:
-    if "://" in config.run_dir:
-        raise UserError(
-            f"run_dir={config.run_dir} is in no local file system, and the ranks' logs are written "
-            "while they come; name a local folder for them: --logs DIR"
-        )
-    return Path(config.run_dir) / "logs"
 
 
 def _variables(num_processes: int, devices_per_process: int | None) -> dict[str, str]:

@@ -71,11 +71,6 @@ def _check(config: Config, job: Job) -> None:
     check("--qos", job.qos, WORD, "normal")
     check("--constraint", job.constraint, LIST, "h100")
     cluster.check_devices(config, {"--nodes": job.nodes, "--gpus-per-node": job.gpus_per_node})
-    if "://" in config.run_dir:
-        raise UserError(
-            f"run_dir={config.run_dir} is in no file system of the nodes, and Slurm writes logs "
-            "into run_dir/logs; write a folder that all nodes share"
-        )
     if found := re.search(r'[%"\\\x00-\x1f]', config.run_dir):
         raise UserError(
             f"run_dir={config.run_dir!r} has {found[0]!r}, which Slurm does not take in the name "

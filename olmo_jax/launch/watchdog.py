@@ -201,8 +201,6 @@ class Watchdog:
         os._exit(HUNG)
 
     def _save_stacks(self) -> None:
-        if self._stacks is None:
-            return
         self._stacks.parent.mkdir(parents=True, exist_ok=True)
         with self._stacks.open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file=file)
@@ -323,10 +321,8 @@ def within(limit_s: float, work: Callable[[], T]) -> T | None:
     return found[0] if found else None
 
 
-def stacks_file(run_dir: str | Path, rank: int) -> Path | None:
-    """Return where a rank's stacks are kept; None if the run folder is no local one."""
-    if "://" in str(run_dir):
-        return None
+def stacks_file(run_dir: str | Path, rank: int) -> Path:
+    """Return where a rank's stacks are kept."""
     return Path(run_dir) / "logs" / f"stacks_rank_{rank}.txt"
 
 

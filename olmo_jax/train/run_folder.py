@@ -16,15 +16,10 @@ CHECKPOINTS = "checkpoints"
 
 
 def refuse_foreign(run_dir: Path) -> None:
-    """Refuse a bucket, a file, and a folder with what a run would write but no run's config.
+    """Refuse a file, and a folder with what a run would write but no run's config.
 
     Raises: UserError.
     """
-    if ":/" in str(run_dir):
-        raise UserError(
-            f"run_dir={run_dir} is in no local file system, and metrics.jsonl grows line by line, "
-            "which a bucket cannot; write a folder that all processes see"
-        )
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"run_dir={run_dir} is a file; a run writes a folder; write another name")
     if (run_dir / CONFIG).exists():

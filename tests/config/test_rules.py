@@ -27,6 +27,11 @@ WRONG = [
     ("mesh.pipeline=-1", "mesh.pipeline=-1", "use mesh.pipeline=1"),
     ("mesh.sequence=2", "mesh.sequence=2", "context parallelism", "use mesh.sequence=1"),
     (
+        "run_dir=gs://bucket/run",
+        "run_dir=gs://bucket/run is in no file system",
+        "write a folder that all processes see",
+    ),
+    (
         "train.recompute=[query,atention]",
         "train.recompute=[query, atention] has atention",
         "(the nearest is attention)",

@@ -246,7 +246,7 @@ def test_logs_of_a_second_start_follow_the_first(tmp_path: Path, variables: dict
         (
             ["--processes", "2", "--", "train", QUICKSTART, "run_dir=gs://bucket/run"],
             1,
-            "name a local folder for them: --logs DIR",
+            "write a folder that all processes see",
         ),
         (["--processes", "2", "--", "train"], 2, "the following arguments are required: CONFIG"),
         (["--processes", "0", "--", "train", QUICKSTART], 2, "0 is below 1"),

@@ -165,7 +165,7 @@ def test_what_slurm_would_not_take_is_refused(change: dict[str, Any], words: str
     assert words in str(raised.value)
 
 
-@pytest.mark.parametrize("run_dir", ["gs://bucket/run", "/runs/100%", '/runs/"x"'])
+@pytest.mark.parametrize("run_dir", ["/runs/100%", '/runs/"x"'])
 def test_a_run_folder_whose_logs_slurm_could_not_write_is_refused(run_dir: str) -> None:
     with pytest.raises(UserError, match="run_dir="):
         render(Config(run_dir=run_dir), ["train"], Job(nodes=1, gpus_per_node=1))

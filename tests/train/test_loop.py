@@ -415,11 +415,6 @@ def test_a_folder_with_something_of_a_run_and_no_config_is_refused(tmp_path: Pat
     run_folder.refuse_foreign(tmp_path / "new")
 
 
-def test_a_bucket_is_no_run_folder() -> None:
-    with pytest.raises(UserError, match=r"run_dir=s3:/+bucket/run is in no local file system"):
-        run_folder.refuse_foreign(Path("s3://bucket/run"))
-
-
 def test_checkpoints_come_every_so_often_and_never_ahead_of_the_metrics(tmp_path: Path) -> None:
     ran = run(tmp_path, saving(7, every=3))
     saves = [i for i, entry in enumerate(ran.log) if entry[0] == "save"]
