@@ -263,8 +263,12 @@ def check(given: argparse.Namespace) -> None:
 
 
 def train(given: argparse.Namespace) -> int:
+    from olmo_jax.launch import stop
+
+    # Before the imports that take long.
+    stop.end_on_sigterm()
     from olmo_jax.config import load
-    from olmo_jax.launch import environment, stop
+    from olmo_jax.launch import environment
     from olmo_jax.launch.processes import die_with_launcher, discover
     from olmo_jax.mesh.axes import num_devices_wanted
     from olmo_jax.plan.summary import warnings

@@ -170,7 +170,7 @@ def _oracle(config: Config) -> Any:
         sums = jax.tree.map(lambda value: value.sum(axis=0, dtype=value.dtype), sums)
         counts = (jnp.maximum(number, 1).astype(jnp.float32) for number in count(blocks))
         parts = divide(sums, Divisors(*counts))
-        return total(config, parts), (parts, sums.router.counts)
+        return total(config, parts), (parts, sums.router and sums.router.counts)
 
     return jax.jit(jax.value_and_grad(value, has_aux=True))
 

@@ -41,11 +41,15 @@ def _key(salt: int, start: UInt32[jax.Array, " rank"], shape: tuple[int, ...]) -
 
 
 @jax.jit
-def _sums(leaf: Shaped[jax.Array, "*dims"], start: UInt32[jax.Array, " rank"]) -> Sums:
+def _examined(
+    leaf: Shaped[jax.Array, "*dims"], start: UInt32[jax.Array, " rank"]
+) -> tuple[Sums, jax.Array]:
+    """Return a leaf's sums and whether all of it is finite, in one pass over it."""
     words = _words(leaf)
-    return Sums(
+    sums = Sums(
         *(jnp.sum(mix(words ^ _key(salt, start, leaf.shape)), dtype=jnp.uint32) for salt in _SALTS)
     )
+    return sums, jnp.isfinite(leaf).all()
 
 
 def sums_of(leaf: Shaped[jax.Array, "*dims"], start: tuple[int, ...] | None = None) -> Sums:
@@ -57,10 +61,24 @@ def sums_of(leaf: Shaped[jax.Array, "*dims"], start: tuple[int, ...] | None = No
     Comm: two psums of 4 bytes, made by GSPMD where the leaf is sharded.
     """
     start = (0,) * leaf.ndim if start is None else start
-    return _sums(leaf, jnp.array(start, jnp.uint32))
+    return _examined(leaf, jnp.array(start, jnp.uint32))[0]
+
+
+def examined(leaves: dict[Any, jax.Array]) -> tuple[dict[Any, str], list[Any]]:
+    """Return each leaf's sums as text, and which leaves hold a number that is not finite.
+
+    All are asked for before the first is waited for.
+
+    Comm: that of `sums_of`, and an all-reduce of one bool.
+    """
+    asked = {
+        name: _examined(leaf, jnp.zeros(leaf.ndim, jnp.uint32)) for name, leaf in leaves.items()
+    }
+    found = jax.device_get(asked)
+    texts = {name: Sums(*sums).text() for name, (sums, _) in found.items()}
+    return texts, [name for name, (_, finite) in found.items() if not finite]
 
 
 def texts_of(leaves: dict[Any, jax.Array]) -> dict[Any, str]:
-    """Return each leaf's sums as text: all are asked for before the first is waited for."""
-    asked = {name: sums_of(leaf) for name, leaf in leaves.items()}
-    return {name: Sums(*sums).text() for name, sums in jax.device_get(asked).items()}
+    """Return each leaf's sums as text."""
+    return examined(leaves)[0]

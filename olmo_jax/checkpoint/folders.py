@@ -7,13 +7,14 @@ from pathlib import Path
 
 from etils import epath
 
-from olmo_jax.checkpoint import manifest
 from olmo_jax.errors import UserError
 
 FOLDER = "checkpoints"
-STATE = "state"
+STATE, MANIFEST = "state", "manifest"
+MANIFEST_FILE = "manifest.json"
 _PREFIX = "step_"
 _COMMITTED = "commit_success.txt"  # Orbax's last file, before the folder gets its name
+_PARTS = (STATE, MANIFEST, "_CHECKPOINT_METADATA")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _FILE_SYSTEMS = {"gs": "gcsfs", "s3": "s3fs"}
 
@@ -59,15 +60,28 @@ def folder_of(run_dir: RunDir, step: int) -> epath.Path:
 
 
 def step_of(folder: epath.Path) -> int | None:
-    """Return the step that a checkpoint's folder is named after, None for any other folder."""
-    number = folder.name.removeprefix(_PREFIX)
-    named = folder.name.startswith(_PREFIX) and number.isascii() and number.isdigit()
-    return int(number) if named else None
+    """Return the step that a checkpoint's folder is named after, None for any other folder.
+
+    Only the name that a run writes counts: step_004 is a user's copy of step_4.
+    """
+    return _step_in(folder.name)
+
+
+def _step_in(name: str) -> int | None:
+    number = name.removeprefix(_PREFIX)
+    if not (name.startswith(_PREFIX) and number.isascii() and number.isdigit()):
+        return None
+    return int(number) if str(int(number)) == number else None
+
+
+def manifest_in(folder: epath.Path) -> epath.Path:
+    """Return where a checkpoint's manifest lies."""
+    return folder / MANIFEST / MANIFEST_FILE
 
 
 def is_whole(folder: epath.Path) -> bool:
     """Say whether a checkpoint was written to its end: mark and manifest are there."""
-    return (folder / _COMMITTED).exists() and manifest.path_in(folder).exists()
+    return (folder / _COMMITTED).exists() and manifest_in(folder).exists()
 
 
 def num_bytes(folder: epath.Path) -> int:
@@ -77,15 +91,25 @@ def num_bytes(folder: epath.Path) -> int:
     )
 
 
-def _inside(run_dir: RunDir) -> list[epath.Path]:
-    root = root_of(run_dir)
+def _inside(root: epath.Path) -> list[epath.Path]:
     return list(root.iterdir()) if root.is_dir() else []
+
+
+def _steps_in(root: epath.Path) -> list[int]:
+    found = [(step_of(folder), folder) for folder in _inside(root)]
+    return sorted(step for step, folder in found if step is not None and is_whole(folder))
 
 
 def steps(run_dir: RunDir) -> list[int]:
     """Return the steps of the whole checkpoints, ascending."""
-    found = [(step_of(folder), folder) for folder in _inside(run_dir)]
-    return sorted(step for step, folder in found if step is not None and is_whole(folder))
+    return _steps_in(root_of(run_dir))
+
+
+def way_on(folder: epath.Path) -> str:
+    """Return what to do about a checkpoint that cannot be used."""
+    others = [step for step in _steps_in(folder.parent) if step != step_of(folder)]
+    then = f"goes on from step {others[-1]}" if others else "starts anew"
+    return f"remove or rename {folder} and the same command {then}"
 
 
 def find(path: RunDir, step: int | None = None) -> epath.Path:
@@ -93,12 +117,20 @@ def find(path: RunDir, step: int | None = None) -> epath.Path:
 
     `path` may be that folder itself.
 
-    Raises: UserError if there is none.
+    Raises: UserError if there is none, or if `path` is another folder of a run.
     """
     folder = path_of(path)
-    if step is None and step_of(folder) is not None and is_whole(folder):
-        return folder
+    named = step_of(folder)
+    if named is not None and is_whole(folder):
+        return _only(folder, named, step)
     there = steps(path)
+    if not there and named is not None and folder.parent.name == FOLDER:
+        return find(folder.parent.parent, named)
+    if not there and folder.name == FOLDER and _steps_in(folder):
+        raise UserError(
+            f"{folder} is inside a run folder; a run folder or the folder of one step is needed; "
+            f"name {folder.parent}"
+        )
     if not there:
         raise UserError(
             f"{folder} holds no checkpoint: {FOLDER}/ has no {_PREFIX}<number> that was written to "
@@ -111,12 +143,43 @@ def find(path: RunDir, step: int | None = None) -> epath.Path:
     return folder_of(path, there[-1] if step is None else step)
 
 
+def _only(folder: epath.Path, named: int, step: int | None) -> epath.Path:
+    if step in (None, named):
+        return folder
+    raise UserError(
+        f"{folder} is the checkpoint of step {named}, and step {step} is asked for; a step is "
+        f"looked for in a run folder; name {folder.parent.parent}"
+    )
+
+
 def remove_unfinished(run_dir: RunDir) -> None:
-    """Remove what writers left that were killed, and removals that were."""
-    for folder in _inside(run_dir):
-        unmarked = step_of(folder) is not None and not (folder / _COMMITTED).exists()
-        if folder.is_dir() and (unmarked or _UNFINISHED in folder.name):
+    """Remove what writers left that were killed, and removals that were; nothing of a user's."""
+    for folder in _inside(root_of(run_dir)):
+        if folder.is_dir() and _is_unfinished(folder):
             folder.rmtree()
+
+
+def _is_unfinished(folder: epath.Path) -> bool:
+    name, mark, _ = folder.name.partition(_UNFINISHED)
+    if mark:
+        return _step_in(name) is not None
+    return step_of(folder) is not None and not (folder / _COMMITTED).exists() and _has_part(folder)
+
+
+def _has_part(folder: epath.Path) -> bool:
+    return any((folder / part).exists() for part in _PARTS)
+
+
+def refuse_foreign(folder: epath.Path) -> None:
+    """Refuse to write where something lies that no run wrote: a write replaces what is there.
+
+    Raises: UserError.
+    """
+    if folder.exists() and not _has_part(folder) and not (folder.is_dir() and not _inside(folder)):
+        raise UserError(
+            f"{folder} is there and is no checkpoint; a checkpoint of step {step_of(folder)} is "
+            "written there, and nothing else is removed for it; move it away"
+        )
 
 
 def remove(folder: epath.Path) -> None:

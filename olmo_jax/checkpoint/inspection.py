@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from etils import epath
 from rich.console import Console
 from rich.table import Table
 
-from olmo_jax.checkpoint import folders, reading
+from olmo_jax.checkpoint import folders, manifest, reading
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key
 from olmo_jax.checkpoint.manifest import Saved
 from olmo_jax.checkpoint.run import read_saved
@@ -34,31 +35,36 @@ def size_text(num_bytes: int | float) -> str:
 
 
 def listed(run: str) -> Table:
-    """Return a table of a run's whole checkpoints.
+    """Return a table of a run's whole checkpoints, or of the one whose folder is given.
 
     Raises: UserError if there is none.
     """
-    folders.find(run)
+    found = folders.find(run)
+    one = found == folders.path_of(run)
+    chosen = [found] if one else [folders.folder_of(run, step) for step in folders.steps(run)]
     table = Table("step", "written", "size", "tokens", box=None, pad_edge=False)
     for column in (0, 2, 3):
         table.columns[column].justify = "right"
-    for step in folders.steps(run):
-        table.add_row(*_row(run, step))
+    for folder in chosen:
+        table.add_row(*_row(folder))
     return table
 
 
-def _row(run: str, step: int) -> tuple[str, ...]:
+def _row(folder: epath.Path) -> tuple[str, ...]:
+    step = str(folders.step_of(folder))
     try:
-        saved = read_saved(run, step)
+        saved = manifest.read(folder)
     except UserError:
-        return str(step), "manifest damaged", "", ""
+        return step, "manifest damaged", "", ""
     written = saved.written.removesuffix("+00:00").replace("T", " ")
     size = size_text(folders.num_bytes(saved.folder))
-    return str(step), f"{written} UTC", size, f"{saved.position.tokens:,}"
+    return step, f"{written} UTC", size, f"{saved.position.tokens:,}"
 
 
 def verify(run: str, step: int | None) -> str:
     """Read every leaf block by block, compare it with its checksum, and say that all agree.
+
+    Orbax's metadata is compared too: what is damaged there cannot be restored.
 
     Raises: UserError that names the leaves which differ or cannot be read.
     """
@@ -70,8 +76,9 @@ def verify(run: str, step: int | None) -> str:
         raise UserError(
             f"{len(damaged)} of {len(saved.leaves)} leaves of {saved.folder} are damaged: {named}"
             f"{f' and {more} more' if more > 0 else ''}; a checkpoint is used only as it was "
-            "written; take another step: `olmo-jax checkpoint list` names them"
+            f"written; {folders.way_on(saved.folder)}"
         )
+    reading.check_metadata(saved)
     size = sum(_num_bytes(saved, key) for key in saved.leaves)
     return f"{saved.folder}: {len(saved.leaves)} leaves, {size_text(size)}, all as written"
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from olmo_jax.checkpoint import folders
 from olmo_jax.checkpoint.leaves import Key
 from olmo_jax.config.records import Config
 from olmo_jax.errors import UserError
 
 FORMAT = 1
-ITEM, FILE = "manifest", "manifest.json"
 
 
 class Position(NamedTuple):
@@ -79,24 +79,19 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def path_in(folder: epath.Path) -> epath.Path:
-    """Return where a checkpoint's manifest lies."""
-    return folder / ITEM / FILE
-
-
 def read(folder: epath.Path) -> Saved:
     """Return what a whole checkpoint says of itself.
 
     Raises: UserError if the manifest is not as it was written, or of another format.
     """
-    path = path_in(folder)
+    path = folders.manifest_in(folder)
     try:
         content = json.loads(path.read_text())
         digest = content.pop("digest")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise _damaged(path, f"it cannot be read: {error}") from None
+        raise _damaged(folder, f"it cannot be read: {error}") from None
     if digest != _digest(content):
-        raise _damaged(path, "its digest differs from its content")
+        raise _damaged(folder, "its digest differs from its content")
     if content["format"] != FORMAT:
         raise UserError(
             f"{path} is of format {content['format']}; this version reads format {FORMAT}; use the "
@@ -121,8 +116,8 @@ def leaves_of(content: Mapping[str, Any]) -> dict[Key, Leaf]:
     }
 
 
-def _damaged(path: epath.Path, why: str) -> UserError:
+def _damaged(folder: epath.Path, why: str) -> UserError:
     return UserError(
-        f"{path} is damaged ({why}); a checkpoint is read only as it was written; take another "
-        "step: `olmo-jax checkpoint list` names them"
+        f"{folders.manifest_in(folder)} is damaged ({why}); a checkpoint is read only as it was "
+        f"written; {folders.way_on(folder)}"
     )

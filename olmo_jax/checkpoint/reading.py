@@ -1,5 +1,7 @@
 """Leaves out of a checkpoint: strict, checked against their checksums, on whatever mesh asks."""
 
+import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +12,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
 
-from olmo_jax.checkpoint import faults
+from olmo_jax.checkpoint import faults, folders
 from olmo_jax.checkpoint.checksum import Sums, sums_of, texts_of
 from olmo_jax.checkpoint.folders import STATE
 from olmo_jax.checkpoint.leaves import Key, blocks, flat, nested
@@ -93,6 +95,20 @@ def read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key, 
 
 
 def _read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key, jax.Array]:
+    try:
+        with faults.without_tracebacks():
+            return _restored(saved, wanted)
+    except Exception as error:  # Orbax and TensorStore raise all kinds
+        key = _unreadable(saved, wanted)
+        if key is None:
+            raise UserError(
+                f"{saved.folder} cannot be read: {faults.short(error)}; a folder that was written "
+                f"to its end can; {folders.way_on(saved.folder)}"
+            ) from error
+        raise damaged(saved, key, "it cannot be read") from error
+
+
+def _restored(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key, jax.Array]:
     arguments = {
         key: ocp.ArrayRestoreArgs(
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
@@ -102,30 +118,62 @@ def _read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key,
     request = ocp.args.PyTreeRestore(
         nested(wanted), restore_args=nested(arguments), partial_restore=True
     )
-    try:
-        with (
-            faults.without_tracebacks(),
-            ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader,
-        ):
-            found = reader.restore(saved.folder, args=ocp.args.Composite(**{STATE: request}))
-    except Exception as error:  # Orbax and TensorStore raise all kinds
-        key = _unreadable(saved, wanted)
-        if key is None:
-            raise UserError(
-                f"{saved.folder} cannot be read: {faults.short(error)}; a folder that was written "
-                "to its end can; take another step: `olmo-jax checkpoint list` names them"
-            ) from error
-        raise damaged(saved, key, "it cannot be read") from error
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        found = reader.restore(saved.folder, args=ocp.args.Composite(**{STATE: request}))
     leaves = flat(found[STATE])
+    for key in wanted:
+        if not isinstance(leaves.get(key), jax.Array):
+            raise ValueError(f"Orbax's metadata has {key} as no array")
     return {key: leaves[key] for key in wanted}
 
 
 def damaged(saved: Saved, key: Key, why: str) -> UserError:
     """Return the error for a leaf that is not as it was written."""
     return UserError(
-        f"{key} in {saved.folder} is damaged ({why}); a leaf is used only as it was written; take "
-        "another step: `olmo-jax checkpoint list` names them"
+        f"{key} in {saved.folder} is damaged ({why}); a leaf is used only as it was written; "
+        f"{folders.way_on(saved.folder)}"
     )
+
+
+def check_metadata(saved: Saved) -> None:
+    """Compare what Orbax keeps of the leaves with the manifest, and let it restore the smallest.
+
+    Raises: UserError if Orbax could not restore the checkpoint.
+    """
+    with warnings.catch_warnings():
+        # Orbax leaves coroutines that it made for other leaves.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        why = _fault_of_metadata(saved)
+    if why is not None:
+        raise UserError(
+            f"Orbax's metadata is damaged in {saved.folder} ({why}); a checkpoint is used only as "
+            f"it was written; {folders.way_on(saved.folder)}"
+        )
+
+
+def _fault_of_metadata(saved: Saved) -> str | None:
+    smallest = min(saved.leaves, key=lambda key: math.prod(saved.leaves[key].shape))
+    leaf = saved.leaves[smallest]
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    wanted = {smallest: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)}
+    try:
+        with faults.without_tracebacks():
+            found = _kept(saved.folder)
+            _restored(saved, wanted)
+    except Exception as error:  # noqa: BLE001 Orbax raises all kinds; told above, once it is freed
+        return faults.short(error)
+    there = {key: (leaf.shape, leaf.dtype) for key, leaf in saved.leaves.items()}
+    differing = [key for key in sorted({*found, *there}) if found.get(key) != there.get(key)]
+    return f"{len(differing)} leaves differ, {differing[0]} first" if differing else None
+
+
+def _kept(folder: epath.Path) -> dict[Key, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of the leaves as Orbax restores them."""
+    metadata = ocp.PyTreeCheckpointHandler().metadata(folder / STATE)
+    return {
+        key: (tuple(leaf.shape), str(np.dtype(leaf.dtype)))
+        for key, leaf in flat(metadata.tree).items()
+    }
 
 
 def _unreadable(saved: Saved, wanted: Mapping[Key, Any]) -> Key | None:

@@ -9,11 +9,16 @@ import jax
 import orbax.checkpoint as ocp
 
 from olmo_jax.checkpoint import faults, folders, manifest, reading
-from olmo_jax.checkpoint.checksum import texts_of
+from olmo_jax.checkpoint.checksum import examined
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, resized, stored, unstored
 from olmo_jax.checkpoint.manifest import Position, Saved
 from olmo_jax.config.records import CheckpointConfig, Config
 from olmo_jax.errors import UserError
+
+_FINITE = ("main", "mu", "nu")
+"""What no step can go on from once it is not finite; the history may tell of bad losses."""
+
+_NAMED = 4
 
 RunDir = str | os.PathLike[str]
 
@@ -33,7 +38,7 @@ class Checkpoints:
         handler = ocp.CompositeCheckpointHandler(
             **{
                 folders.STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
-                manifest.ITEM: ocp.JsonCheckpointHandler(manifest.FILE),
+                folders.MANIFEST: ocp.JsonCheckpointHandler(folders.MANIFEST_FILE),
             }
         )
         # A folder that is made in the background and refused would be waited for for ever.
@@ -42,14 +47,12 @@ class Checkpoints:
 
     def __enter__(self) -> "Checkpoints":
         self._quiet.__enter__()
-        if jax.process_index() == 0:
-            with self._told():
-                folders.remove_unfinished(self._run_dir)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self.wait()
+            # After an error nobody knows whether the newest one is good: the one before it stays.
+            self.wait(prune=error is None)
         except UserError:
             # What ends the run already is what the user reads.
             if error is None:
@@ -58,6 +61,15 @@ class Checkpoints:
             self._writer.close()
         if error is None:
             self._quiet.__exit__(None, None, None)
+
+    def clean(self) -> None:
+        """Remove what killed writers left; only once no other run can be writing there.
+
+        Raises: UserError if the disk refuses it.
+        """
+        if jax.process_index() == 0:
+            with self._told():
+                folders.remove_unfinished(self._run_dir)
 
     def steps(self) -> list[int]:
         """Return the steps of the whole checkpoints, ascending."""
@@ -70,13 +82,17 @@ class Checkpoints:
 
         The write goes on behind. What stops it is raised here at the next save, or by `wait`.
 
-        Raises: UserError if this or the last write is refused; what was whole before stays.
+        Raises: UserError if this or the last write is refused, or if weights or moments are not
+            finite; what was whole before stays.
         """
         self.wait()
         leaves = flat(stored(state))
-        described = manifest.describe(leaves, texts_of(leaves), position, config, facts)
+        checksums, wild = examined(leaves)
+        self._refuse_wild([key for key in wild if key.role in _FINITE], position, config)
+        described = manifest.describe(leaves, checksums, position, config, facts)
         if self._is_there(described):
             return
+        folders.refuse_foreign(folders.folder_of(self._run_dir, position.step))
         with self._told():
             self._writing = position.step
             # Orbax copies what lies on an accelerator before it returns. On the CPU it only looks
@@ -86,11 +102,24 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     **{
                         folders.STATE: ocp.args.PyTreeSave(nested(leaves)),
-                        manifest.ITEM: ocp.args.JsonSave(described),
+                        folders.MANIFEST: ocp.args.JsonSave(described),
                     }
                 ),
                 force=True,
             )
+
+    def _refuse_wild(self, wild: list[Key], position: Position, config: Config) -> None:
+        if not wild:
+            return
+        there = self.steps()
+        then = f"goes on from step {there[-1]}" if there else "starts anew"
+        named = ", ".join(map(str, wild[:_NAMED]))
+        more = f" and {len(wild) - _NAMED} more" if len(wild) > _NAMED else ""
+        raise UserError(
+            f"{named}{more} are not finite after step {position.step}; a checkpoint holds finite "
+            f"weights and moments only, so none was written; lower optim.lr={config.optim.lr}: the "
+            f"same command {then}"
+        )
 
     def _is_there(self, described: Mapping[str, Any]) -> bool:
         """Say whether a step's checkpoint is whole already and has the same leaves."""
@@ -103,7 +132,7 @@ class Checkpoints:
             return False
         return there == manifest.leaves_of(described)
 
-    def wait(self) -> None:
+    def wait(self, *, prune: bool = True) -> None:
         """Wait until the last save is whole, then remove what its being there makes superfluous.
 
         Raises: UserError if it was refused.
@@ -115,7 +144,7 @@ class Checkpoints:
             except Exception:
                 self._remove_part()
                 raise
-            if written is not None and jax.process_index() == 0:
+            if prune and written is not None and jax.process_index() == 0:
                 self._remove_superfluous(written)
 
     def _remove_part(self) -> None:

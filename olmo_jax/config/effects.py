@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from olmo_jax.config.messages import show
 from olmo_jax.config.records import Config, WindowConfig
+from olmo_jax.config.residuals import present, recomputed
 
 
 class Idle(NamedTuple):
@@ -90,6 +91,11 @@ IDLE: tuple[Idle, ...] = (
         ("parallel.shard_optimizer",),
         lambda c: c.parallel.method == "fsdp",
         "parallel.method=fsdp shards the FP32 state as it shards the weights",
+    ),
+    Idle(
+        ("train.recompute",),
+        lambda c: not recomputed(c) & present(c),
+        "the model has no result that it names",
     ),
     Idle(
         ("parallel.reshard",),

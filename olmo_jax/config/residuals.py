@@ -50,6 +50,22 @@ REGIONS = {
 """Per value of `train.recompute`, the names that are computed again."""
 
 
+def present(config: Config) -> frozenset[str]:
+    """Return the names that a result of this model has."""
+    model = config.model
+    lacking = {
+        "attention_gate": model.attention_gate == "none",
+        "mlp": model.num_dense_layers == 0,
+        "shared": model.num_routed_layers == 0 or not model.shared_hidden,
+        **dict.fromkeys(
+            ("router_logits", "balance_counts", "route_plan", "expert", "combined"),
+            model.num_routed_layers == 0,
+        ),
+    }
+    absent = tuple(prefix for prefix, lacks in lacking.items() if lacks)
+    return frozenset(name for name in NAMES if not name.startswith(absent))
+
+
 def recomputed(config: Config) -> frozenset[str]:
     """Return the names that the backward pass computes again."""
     policy = config.train.recompute

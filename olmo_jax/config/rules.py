@@ -293,7 +293,7 @@ def recompute_names(config: Config) -> Iterator[str]:
 def recompute_without_jitter(config: Config) -> Iterator[str]:
     """What is computed again must not depend on draws."""
     jitter, policy = config.model.router.jitter_eps, config.train.recompute
-    if jitter is not None and policy != "none":
+    if jitter is not None and policy != "none" and config.model.num_routed_layers > 0:
         yield (
             f"train.recompute={show(policy)} does not go with "
             f"model.router.jitter_eps={show(jitter)}: a block that draws is not computed twice; "

@@ -1,5 +1,6 @@
 """Renders a JobSet for Kubernetes that starts anew after a failure, and applies it."""
 
+import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -12,15 +13,13 @@ from olmo_jax.errors import UserError
 from olmo_jax.launch import cluster
 from olmo_jax.launch.processes import COORDINATOR, NUM_PROCESSES
 from olmo_jax.launch.slurm import run_client
-from olmo_jax.launch.stop import STOPPED_EXIT_CODE
+from olmo_jax.launch.stop import STOPPED_EXIT_CODE, TERMINATED
 
 DNS_NAME = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
 WORKERS = "workers"
 CONFIG_FOLDER = "/etc/olmo-jax"
 CONFIG_FILE = "config.yaml"
 PORT = 61_440
-# 128 + SIGTERM, as of any process that a signal has ended.
-STOPPED = 143
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,9 @@ def _check(config: Config, job: Job) -> None:
     cluster.check_word("--namespace", job.namespace, DNS_NAME, "training")
     cluster.check_devices(config, {"--nodes": job.nodes, "--gpus-per-node": job.gpus_per_node})
     mounts = [path for _, path in map(_claim, job.claims)]
-    kept = any(PurePosixPath(config.run_dir).is_relative_to(path) for path in mounts)
-    if not kept:
+    # Without `..`, which would lead out of a volume.
+    folder = PurePosixPath(posixpath.normpath(config.run_dir))
+    if not any(folder.is_relative_to(posixpath.normpath(path)) for path in mounts):
         raise UserError(
             f"run_dir={config.run_dir} lies in no volume of {list(job.claims)}, so checkpoints "
             "would end with their pod; write run_dir=/run/NAME with --claim CLAIM:/run"
@@ -171,7 +171,7 @@ def _variables(config: Config, job: Job) -> list[tuple[str, str]]:
     return [
         (COORDINATOR, coordinator),
         (NUM_PROCESSES, str(job.nodes)),
-        (STOPPED_EXIT_CODE, str(STOPPED)),
+        (STOPPED_EXIT_CODE, str(TERMINATED)),
         *((name, _literal(value)) for name, value in given.items()),
     ]
 

@@ -43,8 +43,8 @@ def render(config: Config, command: Sequence[str], job: Job) -> str:
 
     Raises: UserError for names that Slurm would not take, or a mesh of another size.
     """
-    _check(config, job)
     logs = str(PurePosixPath(job.folder, config.run_dir, "logs"))
+    _check(config, job, logs)
     directives = "\n".join(f"#SBATCH {line}" for line in _directives(job, logs))
     return _SCRIPT.format(
         directives=directives,
@@ -62,7 +62,7 @@ def render(config: Config, command: Sequence[str], job: Job) -> str:
     )
 
 
-def _check(config: Config, job: Job) -> None:
+def _check(config: Config, job: Job, logs: str) -> None:
     check = cluster.check_word
     check("--job-name", job.job_name, WORD, "moe-7b")
     check("--time", job.time, r"[0-9:-]+", "24:00:00")
@@ -71,10 +71,11 @@ def _check(config: Config, job: Job) -> None:
     check("--qos", job.qos, WORD, "normal")
     check("--constraint", job.constraint, LIST, "h100")
     cluster.check_devices(config, {"--nodes": job.nodes, "--gpus-per-node": job.gpus_per_node})
-    if found := re.search(r'[%"\\\x00-\x1f]', config.run_dir):
+    # A relative run_dir lies in the folder that the job is submitted from.
+    if found := re.search(r'[%"\\\x00-\x1f]', logs):
         raise UserError(
-            f"run_dir={config.run_dir!r} has {found[0]!r}, which Slurm does not take in the name "
-            "of a log; write a name without it"
+            f"run_dir={config.run_dir!r} puts the logs into {logs!r}, which has {found[0]!r}, and "
+            "Slurm does not take that in the name of a log; write an absolute run_dir without it"
         )
 
 
@@ -102,7 +103,11 @@ def _exports(variables: Mapping[str, str]) -> Iterator[str]:
 
 # Slurm signals the batch shell alone (B:), with USR1, at the end of the time: a TERM comes from
 # scancel or a preemption, after which the job must not come back by its own doing.
+# Never a TERM to srun itself: it answers with "forcing job termination", a SIGKILL to the tasks.
+# scancel with a signal and a job cancels nothing: it signals the tasks of all steps, and not the
+# batch shell. No step is named: ours is not 0 when a line of --setup has called srun.
 # A `wait` that a trap has interrupted returns the trap's code, so it is called again.
+# Logs grow over attempts: only what lies behind `written` is of this one.
 _SCRIPT = """\
 #!/bin/bash
 {directives}
@@ -117,13 +122,17 @@ export {coordinator}
 logs={logs}
 mkdir -p "$logs"
 failures="$logs/failures_$SLURM_JOB_ID"
+declare -A written
+for log in "$logs"/rank_*.log; do
+  written[${{log##*/}}]=$(stat -c %s "$log" 2>/dev/null)
+done
 stopped=
 step=
 
 stop() {{
   stopped=$1
   interrupted=yes
-  if [ -n "$step" ]; then kill -TERM "$step" 2>/dev/null; fi
+  if [ -n "$step" ]; then scancel --signal=TERM "$SLURM_JOB_ID"; fi
 }}
 trap 'stop limit' USR1
 trap 'stop cancelled' TERM
@@ -137,20 +146,22 @@ while [ -n "$interrupted" ]; do
   wait "$step"
   code=$?
 done
+step=
 
 if [ "$stopped" = cancelled ]; then
   echo "olmo-jax: stopped from outside; exit code $code"
   exit "$code"
 fi
-if [ "$code" -eq 0 ]; then
-  rm -f "$failures"
-  if [ "$stopped" = limit ]; then
-    echo "olmo-jax: stopped before the end of the time; the job goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
-  fi
-  exit 0
+if [ "$code" -eq 0 ]; then rm -f "$failures"; fi
+if [ "$stopped" = limit ]; then
+  echo "olmo-jax: stopped before the end of the time, exit code $code; the job is requeued"
+  scontrol requeue "$SLURM_JOB_ID"
+  exit "$code"
 fi
-grep -h '^olmo-jax: ' "$logs"/rank_*.log | tail -n 5
+if [ "$code" -eq 0 ]; then exit 0; fi
+for log in "$logs"/rank_*.log; do
+  tail -c "+$((${{written[${{log##*/}}]:-0}} + 1))" "$log" 2>/dev/null | grep '^olmo-jax: '
+done | tail -n 5
 count=$(($(cat "$failures" 2>/dev/null || echo 0) + 1))
 echo "$count" > "$failures"
 if [ "$count" -gt {max_restarts} ]; then

@@ -9,8 +9,25 @@ from typing import Any
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 STOPPED_EXIT_CODE = "OLMO_JAX_STOPPED_EXIT_CODE"
+# 128 + SIGTERM, as of any process that a signal has ended.
+TERMINATED = 143
 
 _received: list[int] = []
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this process, until a StopSignal is open, also if it is process 1.
+
+    Linux keeps from process 1, as in a container, what would end it by default: without a handler
+    the signal is lost. Any other process keeps the default, which ends it in the midst of a call.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _end(_: int, __: FrameType | None) -> None:
+    # At once, as the signal itself would: an orderly exit waits for the other processes.
+    os._exit(TERMINATED)
 
 
 class StopSignal:

@@ -240,7 +240,10 @@ def forward(
             "training": training,
             "member": member,
         }
-        block = placement.recomputed(partial(_block, model, **settings), scanned=member is not None)
+        # XLA takes the loop away from a scan of one period, and only a loop keeps the two
+        # computations of a value apart.
+        scanned = member is not None and len(plan.body) > plan.period
+        block = placement.recomputed(partial(_block, model, **settings), scanned=scanned)
         return block(stored, x, around, layer)
 
     embed_tokens = placement.recomputed(partial(_embed, model, placement))

@@ -187,21 +187,23 @@ def _boundary(config: Config, leaf: Leaf) -> Iterator[_Sent]:
 def _experts(config: Config, sizes: Sizes) -> Iterator[_Sent]:
     """What routed layers send in every microbatch, and again where backward computes it anew."""
     model, train, saved = config.model, config.train, kept(config)
-    times = num_microbatches(train, sizes) * model.num_routed_layers
+    microbatches, layers = num_microbatches(train, sizes), model.num_routed_layers
     tokens = train.microbatch * train.sequence_length // sizes["sequence"]
     routes, features, dtype = tokens * model.top_k, tokens * model.d_model, model.dtype
     all_routes, all_features = routes * sizes["expert"], features * sizes["expert"]
 
     def along(what: str, kind: Kind, dtype: str, elements: int, runs: int) -> _Sent:
-        number = runs * times
+        number = runs * layers * microbatches
         return _Sent(_Sort(what, True, kind, ("expert",), dtype), number, number * elements)
 
-    plans = 1 + ("route_plan" not in saved)
+    plans = _forward_routings(config) + layers * ("route_plan" not in saved)
     dispatches = 1 + ("expert_rows" not in saved)
     # Without a norm after it no gradient reads what came back from the experts.
     combines = 1 + ("combined" not in saved and model.norm != "pre")
-    yield along("expert plan", "all_gather", "int32", model.num_experts, plans)
-    yield along("expert plan", "all_gather", "int32", routes, 2 * plans)
+    for elements, times in ((model.num_experts, plans), (routes, 2 * plans)):
+        number = times * microbatches
+        sort = _Sort("expert plan", True, "all_gather", ("expert",), "int32")
+        yield _Sent(sort, number, number * elements)
     yield along("expert rows", "all_gather", dtype, features, dispatches)
     yield along("expert weights", "all_gather", "float32", routes, combines)
     yield along("expert rows", "reduce_scatter", "float32", all_features, combines)
@@ -212,17 +214,32 @@ def _experts(config: Config, sizes: Sizes) -> Iterator[_Sent]:
     yield along("expert rows", "reduce_scatter", "float32", all_features, 1)
 
 
+def _scanned_once(config: Config) -> int:
+    """Return how often a microbatch computes what is the same in all routed layers of the scan.
+
+    Autodiff takes it out of the scan over layers: a period's is left, and the single layers'.
+    """
+    plan, layers = layer_plan(config.model), config.model.num_routed_layers
+    return layers - len(plan.body) + plan.period if layers else 0
+
+
+def _forward_routings(config: Config) -> int:
+    """Return how many layers of a microbatch route anew: uniform routes are the same in all."""
+    if config.model.router.assignment == "uniform":
+        return _scanned_once(config)
+    return config.model.num_routed_layers
+
+
 def _balance(config: Config, microbatches: int) -> Iterator[_Sent]:
     """The counts of the balance loss, and its tokens, summed over the ranks of its scope."""
     model = config.model
     scope = model.router.balance_scope
     axes = {"instance": ("sequence",), "microbatch": (), "global": TOKEN_AXES}[scope]
     rows = config.train.microbatch if scope == "instance" else 1
-    plan, layers = layer_plan(model), model.num_routed_layers
-    again = layers * ("balance_counts" not in kept(config))
-    # Autodiff takes out of the scan over layers what is the same for all of them: the tokens.
-    once = layers - len(plan.body) + plan.period if layers else 0
-    for elements, runs in ((rows * model.num_experts, layers), (rows, once)):
+    again = model.num_routed_layers * ("balance_counts" not in kept(config))
+    # The tokens are the same in all layers.
+    counts, tokens = _forward_routings(config), _scanned_once(config)
+    for elements, runs in ((rows * model.num_experts, counts), (rows, tokens)):
         times = microbatches * (runs + again)
         yield _Sent(_Sort("counts", True, "reduce", axes, "int32"), times, times * elements)
 

@@ -70,6 +70,10 @@ class Resident:
             name: fsdp.gather(leaf, self.cuts(name), dtype) for name, leaf in self.shards.items()
         }
 
+    def hold_inside(self, weights: Params, rows: Batch) -> tuple[Params, Batch]:
+        """Keep gathers that belong into the loop over microbatches from being moved out of it."""
+        return fsdp.hold_inside(weights, rows) if self.gathers_inside else (weights, rows)
+
     def zeros(self) -> Params:
         """Return FP32 zeros laid out as the shards: sinks, or first accumulators."""
         return units.zeros(self.shards)
@@ -112,7 +116,7 @@ def accumulate(
         return total(config, divide(sums, divisors)), sums
 
     def microbatch(_: None, rows: Batch) -> tuple[None, Sums]:
-        used, rows = fsdp.hold_inside(weights, rows) if resident.gathers_inside else (weights, rows)
+        used, rows = resident.hold_inside(weights, rows)
         backward: Any
         loss, backward, sums = jax.vjp(partial(share, used, rows), resident.zeros(), has_aux=True)
         backward.with_refs(accumulators)(vary_over(jnp.ones_like(loss), AXES))

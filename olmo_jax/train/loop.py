@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from olmo_jax.checkpoint import Checkpoints, Position, Saved, initial_weights, read_saved
 from olmo_jax.config import Config
+from olmo_jax.config.messages import listing
 from olmo_jax.data.batch import Batch
 from olmo_jax.data.corpus import Corpus, corpus_of
 from olmo_jax.launch.barrier import barrier
@@ -33,6 +35,7 @@ from olmo_jax.train.progress import (
     waiting,
 )
 from olmo_jax.train.report import draw
+from olmo_jax.train.start import refuse_start
 from olmo_jax.train.state import State
 from olmo_jax.train.steps import Keeper, Recorder, Session, run_steps, upcoming
 from olmo_jax.train.trace import Trace
@@ -72,7 +75,7 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
     console.quiet = not is_first()
     run_dir = Path(config.run_dir)
     run_folder.refuse_foreign(run_dir)
-    with Checkpoints(run_dir, config.checkpoint) as checkpoints:
+    with held(config), Checkpoints(run_dir, config.checkpoint) as checkpoints:
         earlier = last_checkpoint(checkpoints, config)
         if earlier is not None:
             resume.refuse_config(earlier, config, allowed)
@@ -80,7 +83,29 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
                 say_finished(console, run_dir, earlier.position.step, config.train.steps)
                 return
         run = prepared(console, config, earlier, allowed)
+        # Nobody else writes here now, and nothing refuses the run any more.
+        from_first("clean folder", partial(clean, checkpoints), config.train.first_step_timeout_s)
         carry_out(console, run, checkpoints)
+
+
+@contextmanager
+def held(config: Config) -> Iterator[None]:
+    """Keep every other run out of the run folder, from the first process for all.
+
+    Raises: UserError if another run is in it.
+    """
+    lock = run_folder.Lock(Path(config.run_dir))
+    try:
+        from_first("lock of the run folder", lock.take, config.train.first_step_timeout_s)
+        yield
+    finally:
+        lock.free()
+
+
+def clean(checkpoints: Checkpoints) -> str:
+    """Remove the checkpoints that writers left unfinished that were killed."""
+    checkpoints.clean()
+    return ""
 
 
 def last_checkpoint(checkpoints: Checkpoints, config: Config) -> Saved | None:
@@ -99,8 +124,10 @@ def last_checkpoint(checkpoints: Checkpoints, config: Config) -> Saved | None:
 def say_finished(console: Console, run_dir: Path, step: int, steps: int) -> None:
     """Say that nothing is left to do, and draw the picture if the run was killed before it did."""
     metrics, report = run_dir / run_folder.METRICS, run_dir / run_folder.REPORT
-    if is_first() and not report.exists() and metrics.exists() and (lines := read(metrics)):
-        draw(lines, report)
+    if is_first() and not report.exists() and metrics.exists():
+        cut_metrics(console, metrics, step)
+        if lines := read(metrics):
+            draw(lines, report)
     say(
         console,
         f"{run_dir} has reached step {step} of train.steps={steps} already; to go on, write a "
@@ -119,6 +146,8 @@ def prepared(
     facts = resume.facts_of(corpus)
     other = [] if earlier is None else resume.refuse_facts(earlier, facts, allowed)
     program = build_here(config)
+    if earlier is None:
+        refuse_start(program)
     table = device_table(program.mesh)
     from_first(
         "run folder",
@@ -234,6 +263,9 @@ def cut_metrics(console: Console, path: Path, step: int) -> str:
         say(console, f"{path.name}: {cut.later} lines of steps that are taken again are dropped")
     if cut.damaged:
         say(console, f"{path.name}: {cut.damaged} half-written lines are dropped")
+    if cut.lacking:
+        gaps = [f"{a} to {b}" if a < b else f"{a}" for a, b in cut.lacking]
+        say(console, f"{path.name} lacks the lines of steps {listing(gaps, 'and')}")
     return ""
 
 

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,30 +85,55 @@ class MetricsFile:
         self._path = path
 
     def __enter__(self) -> "MetricsFile":
-        self._file = self._path.open("a", encoding="utf-8")
+        try:
+            # Not buffered: what a disk has refused once is not tried again by closing.
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._refused(error) from None
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._file.close()
+        except OSError as refusal:
+            # What ends the run already is what the user reads.
+            if error is None:
+                raise self._refused(refusal) from None
 
     def write(self, line: Line) -> None:
         """Append a line.
 
         Raises: UserError if the disk refuses it.
         """
+        left = memoryview(f"{json.dumps(line)}\n".encode())
         try:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            # A disk that is nearly full takes a part.
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
-            raise UserError(
-                f"{self._path} cannot be written ({error.strerror}); each step's line goes there; "
-                "mend that, and the same command goes on from the last checkpoint"
-            ) from None
+            raise self._refused(error) from None
 
     def keep(self) -> None:
-        """Put all lines on the disk, so that a checkpoint that follows never lacks one."""
-        if self._path.is_file():
+        """Put all lines on the disk, so that a checkpoint that follows never lacks one.
+
+        Raises: UserError if the disk refuses it.
+        """
+        if not self._path.is_file():
+            return
+        try:
             os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def _refused(self, error: OSError) -> UserError:
+        return _refused(self._path, error)
+
+
+def _refused(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{path} cannot be written ({error.strerror}); each step's line goes there; mend that, and "
+        "the same command goes on from the last checkpoint"
+    )
 
 
 def read(path: Path) -> list[Line]:
@@ -128,27 +154,42 @@ def read(path: Path) -> list[Line]:
 
 
 class Cut(NamedTuple):
-    """What was taken out of a metrics.jsonl: lines of later steps, and lines that are no JSON."""
+    """What was taken out of a metrics.jsonl: lines of later steps, and lines that are no JSON.
+
+    `lacking` has the first and last step of each gap in what is left.
+    """
 
     later: int
     damaged: int
+    lacking: tuple[tuple[int, int], ...] = ()
 
 
 def cut_back(path: Path, step: int) -> Cut:
     """Leave the lines of the first `step` steps, each step once, and say what was taken out.
 
     A killed run may leave its last line half written. The file is replaced as a whole, or stays.
+
+    Raises: UserError if the disk refuses the new file.
     """
     if not path.exists():
-        return Cut(0, 0)
+        return Cut(0, 0, gaps((), step))
     content = path.read_bytes()
     lines = [(text, _step_of(text)) for text in content.split(b"\n") if text]
     kept = {found: text for text, found in lines if found is not None and found <= step}
     damaged = sum(found is None for _, found in lines)
     new = b"".join(kept[found] + b"\n" for found in sorted(kept))
     if new != content:
-        replace(path, new)
-    return Cut(len(lines) - len(kept) - damaged, damaged)
+        try:
+            replace(path, new)
+        except OSError as error:
+            raise _refused(path, error) from None
+    return Cut(len(lines) - len(kept) - damaged, damaged, gaps(kept, step))
+
+
+def gaps(there: Iterable[int], last: int) -> tuple[tuple[int, int], ...]:
+    """Return the first and last number of each gap in what is there of 1 to `last`."""
+    edges = [0, *sorted(there), last + 1]
+    return tuple((a + 1, b - 1) for a, b in pairwise(edges) if b - a > 1)
 
 
 def _step_of(text: bytes) -> int | None:

@@ -1,7 +1,12 @@
 """The run folder: what a run leaves, and what later commands find there."""
 
+import errno
+import fcntl
 import os
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 from olmo_jax.config import Config, load, to_yaml
@@ -13,6 +18,7 @@ METRICS = "metrics.jsonl"
 REPORT = "report.png"
 TOKENIZER = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
 
 
 def refuse_foreign(run_dir: Path) -> None:
@@ -54,11 +60,99 @@ def create(config: Config, device_table: str, tokenizer: Path | None) -> Path:
 def replace(path: Path, content: bytes) -> None:
     """Put a file in another's place: whoever is killed meanwhile leaves one of the two, whole."""
     new = path.with_name(f".{path.name}.new")
-    with new.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        with new.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        # A full disk wants the part back.
+        with suppress(OSError):
+            new.unlink()
+        raise
+
+
+class Lock:
+    """Holds a run folder for one process; whatever ends the process frees it.
+
+    The lock is that of the system on an open file, and the file says for whom it is held. It goes
+    when the lock does, and so does a folder that was made for it and holds nothing else.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._path = run_dir / LOCK
+        self._file: int | None = None
+        self._made = False
+
+    def take(self) -> str:
+        """Take the lock, or go on without one where the file system has none.
+
+        Raises: UserError if another process has it, or if the folder cannot be written.
+        """
+        try:
+            self._made = not self._run_dir.exists()
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            while self._file is None:
+                self._file = self._taken()
+        except OSError as error:
+            raise UserError(
+                f"run_dir={self._run_dir} cannot be written ({error.strerror}); name a folder that "
+                "can be"
+            ) from None
+        return ""
+
+    def _taken(self) -> int | None:
+        """Return the file that is held; None if it was removed by its last holder meanwhile."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._lock(file)
+            # Held by nobody that comes later, who makes a new file.
+            if not self._is_there(file):
+                os.close(file)
+                return None
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()} on {socket.gethostname()} (since {now})".encode(), 0)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
+
+    def _lock(self, file: int) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(file, 1000, 0).decode(errors="replace") or "unknown"
+            raise UserError(
+                f"run_dir={self._run_dir} is in use by process {holder}; a folder has one run at a "
+                "time; wait for it, stop it, or write another run_dir"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+
+    def _is_there(self, file: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def free(self) -> None:
+        """Free the lock, if it is held."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            self._path.unlink()
+            if self._made:
+                # Refused if it holds anything.
+                self._run_dir.rmdir()
+        os.close(self._file)
+        self._file = None
+
+
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def load_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from olmo_jax.config.records import Config
-from olmo_jax.mesh.rules import METHODS, REPLICATED, Placed, place
-from olmo_jax.model.transformer import initialise, logical_dims
+from olmo_jax.mesh.rules import METHODS, REPLICATED, Placed
+from olmo_jax.model.transformer import initialise
 from olmo_jax.optim import adamw, skip
 from olmo_jax.optim.decay import decay_mask
+from olmo_jax.plan.placed import leaves
 
 Leaves = dict[str, Any]
 """Arrays by name, or what describes them: shapes, specs, shardings."""
@@ -53,18 +54,7 @@ class Layout:
 
         Raises: UserError if an axis does not divide its dim.
         """
-        dims, parallel = logical_dims(self.config.model), self.config.parallel
-        return {
-            name: place(
-                name,
-                leaf.shape,
-                dims[name],
-                method=parallel.method,
-                shard_optimizer=parallel.shard_optimizer,
-                sizes=self.sizes,
-            )
-            for name, leaf in self.shapes[0].items()
-        }
+        return {leaf.name: leaf.placed for leaf in leaves(self.config, self.sizes)}
 
     @cached_property
     def decay(self) -> dict[str, bool]:

@@ -209,11 +209,13 @@ def evaluation_step(
     placement = _placement(config, layout.sizes, training=False)
     resident = Resident.of(layout, weights)
     bias = by_period(config.model, units.own(router_bias))
-    params = {**resident.pair(resident.weights(), resident.zeros()), **bias}
+    weights = resident.weights()
     own = Batch(*(vary_over(value, AXES) for value in batch))
 
     def microbatch(_: None, rows: Batch) -> tuple[None, Float32[Array, ""]]:
         step = vary_over(jnp.int32(0), AXES)
+        used, rows = resident.hold_inside(weights, rows)
+        params = {**resident.pair(used, resident.zeros()), **bias}
         sums = batch_sums(config, params, rows, placement, step=step, training=False)
         return None, sums.cross_entropy
 

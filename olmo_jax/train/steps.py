@@ -82,10 +82,7 @@ class Recorder:
     def finish(
         self, pending: Pending, evaluate: Callable[[], Sequence[Mapping[str, Any]]] | None = None
     ) -> bool:
-        """Wait for a step and its evaluation, write its line, and say whether a stop was asked.
-
-        Raises: UserError after `train.max_bad_steps` bad steps in a row.
-        """
+        """Wait for a step and its evaluation, write its line, and say whether a stop was asked."""
         values = jax.device_get(pending.values)
         step_time_s = time.perf_counter() - self._last
         parts = jax.device_get(list(evaluate())) if evaluate else []
@@ -104,8 +101,6 @@ class Recorder:
         self.progress.show(line)
         self.lines.append(line)
         self.done, self.bad = pending.position, 0 if good else self.bad + 1
-        if self.bad >= self.config.train.max_bad_steps:
-            raise UserError(_too_many(line, self.bad))
         # After the evaluation: its time is no step's.
         self.restart_clock()
         return bool(values["stop"])
@@ -118,15 +113,13 @@ class Recorder:
         return [name for name, flag in zip(self.leaves, flags, strict=True) if flag]
 
 
-def _too_many(line: Line, bad: int) -> str:
+def _too_many(line: Line, bad: int, way_out: str) -> str:
     leaves = listing(line["bad_leaves"], "and") if line["bad_leaves"] else "none"
     return (
         f"train.max_bad_steps={bad}: loss or gradient norm was not finite in {bad} steps in a row, "
         f"up to step {line['step']} (loss {line['loss']:.4g}, gradient norm "
         f"{line['grad_norm']:.4g}, gradients that are not finite: {leaves}); none was applied, and "
-        "so many end a run; the same command goes on from the last checkpoint, which is from "
-        "before: look at the data in between, write a smaller optim.lr or a larger "
-        "train.max_bad_steps"
+        f"so many end a run; {way_out}"
     )
 
 
@@ -158,6 +151,31 @@ class Keeper:
         self.checkpoints.save(state, done, config=self.config, facts=self.facts)
         self.saved, self._due = done.step, False
 
+    def way_out(self) -> str:
+        """Return what the same command does after too many bad steps, and what to change."""
+        known = sorted({*self.checkpoints.steps(), self.saved} - {0})
+        if not known:
+            return (
+                "there is no checkpoint, so the same command starts anew: look at the data, write "
+                "a smaller optim.lr or a larger train.max_bad_steps"
+            )
+        *before, last = known
+        begin = f"the same command goes on from {self._folder(last)}"
+        if last < self.recorder.done.step - self.recorder.bad:
+            return (
+                f"{begin}, and there were good steps since: look at the data in between, write a "
+                "smaller optim.lr or a larger train.max_bad_steps"
+            )
+        other = f"goes on from {self._folder(before[-1])}" if before else "starts anew"
+        return (
+            f"{begin}, and no step since was good, so its weights may be what is broken: look at "
+            "the data that follows, write a smaller optim.lr; if that does not help, remove that "
+            f"folder, and it {other}"
+        )
+
+    def _folder(self, step: int) -> str:
+        return f"{self.config.run_dir}/checkpoints/step_{step}"
+
 
 @dataclass(frozen=True)
 class Session:
@@ -175,10 +193,16 @@ class Session:
         pending: Pending | None,
         evaluate: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
     ) -> bool:
-        """Finish a step, if there is one to finish; say whether a stop was asked."""
+        """Finish a step, if there is one to finish; say whether a stop was asked.
+
+        Raises: UserError after `train.max_bad_steps` bad steps in a row.
+        """
         if pending is None:
             return False
-        told = self.recorder.finish(pending, evaluate)
+        recorder = self.recorder
+        told = recorder.finish(pending, evaluate)
+        if recorder.bad >= recorder.config.train.max_bad_steps:
+            raise UserError(_too_many(recorder.lines[-1], recorder.bad, self.keeper.way_out()))
         self.watchdog.beat(pending.position.step)
         return told
 

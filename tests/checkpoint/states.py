@@ -25,6 +25,7 @@ SMALL = ModelConfig(
     dtype="float32",
     router=RouterConfig(bias_gamma=0.01),
 )
+_INFINITY = np.uint32(0x7F800000)
 FACTS = {"data": "d1", "tokenizer": "t1"}
 
 
@@ -35,7 +36,10 @@ def small(**changed: Any) -> Config:
 
 
 def random_state(program: Program, seed: int = 0) -> Any:
-    """Return a state of random bits: numbers of all sizes, NaNs and negative zeros among them."""
+    """Return a state of random bits: numbers of all sizes and negative zeros among them.
+
+    In the history, which may hold them, also NaNs.
+    """
     like = program.abstract_arguments()[0]
     draw = np.random.default_rng(seed)
     leaves = {key: _put(_random(draw, key, leaf), leaf) for key, leaf in flat(stored(like)).items()}
@@ -47,6 +51,8 @@ def _random(draw: np.random.Generator, key: Key, leaf: Any) -> np.ndarray:
     if key.name == "size":
         return np.array(3, leaf.dtype)
     bits = draw.integers(0, 2**32, leaf.shape, np.uint32)
+    if key.role != "history":
+        bits[(bits & _INFINITY) == _INFINITY] ^= 0x40000000
     bits.flat[0] = 0x80000000
     return bits.view(leaf.dtype)
 

@@ -250,6 +250,70 @@ def test_a_damaged_index_is_told(run_dir: Path, name: str) -> None:
         inspection.verify(str(run_dir), None)
 
 
+@pytest.mark.parametrize(
+    ("name", "there", "damaged"),
+    [
+        ("_METADATA", b"null}", b""),
+        ("_METADATA", b"jax.Array", b"jax.Arrax"),
+        ("_METADATA", b'"head.norm.gain"', b'"head.norm.gbin"'),
+        ("_METADATA", b"false", b"true"),
+        ("array_metadatas/process_0", b"}]}", b"}]"),
+        ("array_metadatas/process_0", b"null", b"nuLl"),
+    ],
+)
+def test_damaged_metadata_of_orbax_is_told(
+    run_dir: Path, name: str, there: bytes, damaged: bytes
+) -> None:
+    path = run_dir / "checkpoints" / "step_5" / "state" / name
+    content = path.read_bytes()
+    path.write_bytes(content.replace(there, damaged))
+    assert path.read_bytes() != content
+    with pytest.raises(UserError, match=r"Orbax's metadata is damaged in \S+step_5 \("):
+        inspection.verify(str(run_dir), None)
+
+
+def test_a_leaf_that_orbax_gives_as_no_array_is_told(run_dir: Path) -> None:
+    path = run_dir / "checkpoints" / "step_5" / "state" / "_METADATA"
+    path.write_bytes(path.read_bytes().replace(b'"head.norm.gain"', b'"head.norm.gbin"'))
+    with pytest.raises(UserError, match=r"metadata has main/head.norm.gain as no array; .* anew"):
+        weights_of(run_dir)
+
+
+def test_numbers_that_are_not_finite_are_no_checkpoint(tmp_path: Path, program_of) -> None:
+    program = program_of(MODEL)
+    state = random_state(program)
+    mu = state.moments["mu"]
+    infinite = {"head.norm.gain": mu["head.norm.gain"].at[3].set(-np.inf)}
+    wild = state._replace(moments=state.moments | {"mu": mu | infinite})
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    position = Position(5, 1, 1)
+    with checkpoints:
+        checkpoints.save(state, position, config=program.config, facts=FACTS)
+        with pytest.raises(UserError) as error:
+            checkpoints.save(wild, position._replace(step=6), config=program.config, facts=FACTS)
+    told = str(error.value)
+    assert told.startswith("mu/head.norm.gain are not finite after step 6; ")
+    assert told.endswith("lower optim.lr=0.001: the same command goes on from step 5")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_5"]
+
+
+def test_a_live_save_outlasts_another_run_that_opens_the_folder(tmp_path: Path) -> None:
+    live = tmp_path / "checkpoints" / "step_7.orbax-checkpoint-tmp"
+    (live / "state").mkdir(parents=True)
+    with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
+        assert live.exists()
+        checkpoints.clean()
+        assert not live.exists()
+
+
+def test_a_save_replaces_no_folder_that_no_run_wrote(tmp_path: Path, program_of) -> None:
+    foreign = tmp_path / "checkpoints" / "step_5" / "mydata"
+    foreign.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"step_5 is there and is no checkpoint; .* move it away"):
+        write(tmp_path, program_of(MODEL))
+    assert foreign.exists()
+
+
 def test_a_folder_without_its_manifest_is_no_checkpoint(run_dir: Path) -> None:
     (run_dir / "checkpoints" / "step_5" / "manifest" / "manifest.json").unlink()
     with pytest.raises(UserError, match="holds no checkpoint"):

@@ -58,6 +58,12 @@ def test_a_list_has_a_row_for_each_whole_checkpoint(run_dir: Path, capsys) -> No
     assert second.split()[0] == "4"
 
 
+def test_a_list_of_one_checkpoint_has_its_row(run_dir: Path, capsys) -> None:
+    code, out, _ = call(capsys, "list", run_dir / "checkpoints" / "step_2")
+    _, row = out.splitlines()
+    assert (code, row.split()[0]) == (0, "2")
+
+
 def test_what_is_as_it_was_written_is_said_so(run_dir: Path, capsys) -> None:
     num_leaves = len(read_saved(run_dir).leaves)
     code, out, _ = call(capsys, "verify", run_dir)

@@ -216,15 +216,6 @@ def test_a_step_that_is_there_is_not_written_again(tmp_path: Path, program, stat
     assert_same_bits(restored(tmp_path, program)[0], other)
 
 
-def test_what_a_killed_writer_left_goes_when_the_run_goes_on(tmp_path, program, state) -> None:
-    write(tmp_path, program.config, state, 2)
-    part = tmp_path / "checkpoints" / "step_3.orbax-checkpoint-tmp"
-    part.mkdir()
-    with Checkpoints(tmp_path, KEEP) as checkpoints:
-        assert checkpoints.steps() == [2]
-        assert not part.exists()
-
-
 def test_the_skip_rules_window_may_change(run_dir: Path, program_of, state) -> None:
     config = small()
     optim = config.optim.model_copy(update={"skip_window": 5})

@@ -45,6 +45,7 @@ def main() -> int:
     config = Config()
     try:
         with Checkpoints(given.run_dir, CheckpointConfig(keep=1)) as checkpoints:
+            checkpoints.clean()
             first = max(checkpoints.steps(), default=0) + 1
             for step in range(first, first + given.steps):
                 if step == last + 1:

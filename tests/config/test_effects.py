@@ -15,6 +15,12 @@ CASES = [
         "parallel.shard_optimizer",
         "parallel.method=fsdp",
     ),
+    (
+        ["model.num_dense_layers=4", "train.recompute=experts"],
+        "train.recompute",
+        "no result that it names",
+    ),
+    (["train.recompute=[attention_gate]"], "train.recompute", "no result that it names"),
     (["parallel.reshard=step"], "parallel.reshard", "parallel.method=fsdp"),
     (["parallel.method=fsdp", "mesh.data=2"], "parallel.method", "mesh.fsdp"),
     (["parallel.capacity_factor=2"], "parallel.capacity_factor", "mesh.expert=1"),

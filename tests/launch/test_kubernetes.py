@@ -82,6 +82,13 @@ def test_what_kubernetes_would_not_take_is_refused(change: dict[str, Any], words
     assert words in str(raised.value)
 
 
+def test_a_run_folder_that_leads_out_of_its_volume_is_refused() -> None:
+    with pytest.raises(UserError, match="lies in no volume of"):
+        rendered(overrides=["run_dir=/shared/../tmp/x"])
+    rendered(overrides=["run_dir=/tmp/../shared/x"])
+    rendered(replace(JOB, claims=["a:/x/../shared"]))
+
+
 def test_the_manifest_is_handed_to_kubectl(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,12 +57,29 @@ def small(tmp_path: Path, max_restarts: int = 2) -> Path:
     return path
 
 
-def start(tmp_path: Path, path: Path, srun: str) -> subprocess.Popen[str]:
-    """Start the script with `srun` as the text of that command; scontrol notes what it is asked."""
+# srun answers a TERM with a KILL to its tasks.
+SRUN = """
+bash task "$@" &
+task=$!
+echo $task > task.pid
+trap 'echo "srun: forcing job termination"; kill -KILL $task' TERM
+wait $task
+code=$?
+while kill -0 $task 2>/dev/null; do wait $task; code=$?; done
+exit $code
+"""
+# With a signal and a job, scancel signals the tasks of its steps, and nothing else.
+SCANCEL = '[ "$*" = "--signal=TERM 4100" ] && kill -TERM "$(cat task.pid)"'
+
+
+def start(tmp_path: Path, path: Path, task: str) -> subprocess.Popen[str]:
+    """Start the script with `task` as what srun starts; scontrol notes what it is asked."""
     tools = tmp_path / "bin"
     tools.mkdir(exist_ok=True)
+    (tmp_path / "task").write_text(task)
     for name, text in {
-        "srun": srun,
+        "srun": SRUN,
+        "scancel": SCANCEL,
         "scontrol": 'if [ "$1" = show ]; then echo node7; echo node8; else echo "$@" >> asked; fi',
     }.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -102,50 +119,61 @@ def test_a_run_to_its_end_is_the_end(tmp_path: Path) -> None:
 
 
 def test_failures_in_a_row_bring_the_job_back_a_limited_number_of_times(tmp_path: Path) -> None:
-    logs = tmp_path / "run's $HOME" / "logs"
-    logs.mkdir(parents=True)
-    (logs / "rank_1.log").write_text("step 7\nolmo-jax: rank 1 hangs: in a sleep\n")
     path = small(tmp_path)
     for count in (1, 2):
         code, output, asked = ended(tmp_path, start(tmp_path, path, "exit 124"))
         assert code == 124
         assert f"exit code 124; restart {count} of 2" in output
-        assert "olmo-jax: rank 1 hangs: in a sleep" in output
         assert asked == "requeue 4100\n" * count
     code, output, asked = ended(tmp_path, start(tmp_path, path, "exit 124"))
     assert (code, asked) == (124, "requeue 4100\n" * 2)
     assert "failure 3 in a row; 2 restarts are allowed" in output
 
 
+def test_the_last_messages_of_a_failure_are_those_of_this_attempt(tmp_path: Path) -> None:
+    path = small(tmp_path)
+    for text in ("rank 1 hangs: in a sleep", "the disk is full"):
+        log = '"run\'s \\$HOME/logs/rank_1.log"'
+        task = f"printf 'step 7\\nolmo-jax: {text}\\n' >> {log}; exit 1"
+        _, output, _ = ended(tmp_path, start(tmp_path, path, task))
+        said, last = output.splitlines()
+        assert said == f"olmo-jax: {text}"
+        assert "exit code 1; restart" in last
+
+
 def test_a_success_forgets_earlier_failures(tmp_path: Path) -> None:
     path = small(tmp_path, max_restarts=1)
-    for srun, code in (("exit 1", 1), ("exit 0", 0), ("exit 1", 1)):
-        found, output, asked = ended(tmp_path, start(tmp_path, path, srun))
+    for task, code in (("exit 1", 1), ("exit 0", 0), ("exit 1", 1)):
+        found, output, asked = ended(tmp_path, start(tmp_path, path, task))
         assert found == code
     assert asked == "requeue 4100\n" * 2
     assert "restart 1 of 1" in output
 
 
+@pytest.mark.parametrize("task_code", [0, 143])
 @pytest.mark.parametrize(
     ("number", "requeued", "words"),
     [
-        (signal.SIGUSR1, "requeue 4100\n", "stopped before the end of the time"),
-        (signal.SIGTERM, "", "stopped from outside; exit code 0"),
+        (signal.SIGUSR1, "requeue 4100\n", "stopped before the end of the time, exit code"),
+        (signal.SIGTERM, "", "stopped from outside; exit code"),
     ],
 )
-def test_the_end_of_the_time_brings_the_job_back_and_scancel_does_not(
-    tmp_path: Path, number: signal.Signals, requeued: str, words: str
+def test_the_end_of_the_time_brings_the_job_back_and_a_term_does_not(
+    tmp_path: Path, number: signal.Signals, requeued: str, words: str, task_code: int
 ) -> None:
-    srun = "trap 'sleep 0.2; echo saved; exit 0' TERM; touch up; while true; do sleep 0.05; done"
-    process = start(tmp_path, small(tmp_path), srun)
+    stop = f"trap 'sleep 0.2; echo saved; exit {task_code}' TERM"
+    task = f"{stop}; touch up; while true; do sleep 0.05; done"
+    process = start(tmp_path, small(tmp_path), task)
     deadline = time.monotonic() + 20
     while not (tmp_path / "up").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(number)
     code, output, asked = ended(tmp_path, process)
-    assert (code, asked) == (0, requeued)
+    assert (code, asked) == (task_code, requeued)
     assert "saved" in output
-    assert words in output
+    assert f"{words} {task_code}" in output
+    # No failure, which would be counted.
+    assert not list(tmp_path.glob("run*/logs/failures_*"))
 
 
 @pytest.mark.parametrize(
@@ -169,6 +197,14 @@ def test_what_slurm_would_not_take_is_refused(change: dict[str, Any], words: str
 def test_a_run_folder_whose_logs_slurm_could_not_write_is_refused(run_dir: str) -> None:
     with pytest.raises(UserError, match="run_dir="):
         render(Config(run_dir=run_dir), ["train"], Job(nodes=1, gpus_per_node=1))
+
+
+@pytest.mark.parametrize("folder", ["/home/100%", '/home/"me"'])
+def test_a_folder_whose_logs_slurm_could_not_write_is_refused(folder: str) -> None:
+    job = Job(nodes=1, gpus_per_node=1, folder=folder)
+    with pytest.raises(UserError, match=r"run_dir='runs/x' puts the logs into .* absolute run_dir"):
+        render(Config(run_dir="runs/x"), ["train"], job)
+    render(Config(run_dir="/runs/x"), ["train"], job)
 
 
 def test_a_mesh_with_an_open_axis_takes_what_divides() -> None:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -33,6 +35,26 @@ def test_a_run_that_a_signal_has_stopped_exits_as_it_is_told(
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked.requested
     assert exit_code() == code
+
+
+def test_process_1_ends_when_it_is_told_to_before_its_loop_listens() -> None:
+    # Process 1 gets no signal whose action is the default one.
+    code = """
+import os, signal, sys
+from olmo_jax import cli
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+own = os.getpid()
+os.getpid = lambda: 1
+import olmo_jax.config
+def load(*_):
+    assert "jax" not in sys.modules
+    os.kill(own, signal.SIGTERM)
+    sys.exit("the signal was lost")
+olmo_jax.config.load = load
+cli.main(["train", "c.yaml"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (143, "")
 
 
 def test_a_handler_that_another_library_sets_is_taken_back() -> None:

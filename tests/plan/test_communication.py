@@ -68,6 +68,11 @@ MODELS = {
         "router": GLOBAL,
     },
     "float32": {"model": {"dtype": "float32"}},
+    "uniform routes": {
+        "model": {"num_layers": 5, "num_dense_layers": 1},
+        "router": GLOBAL | {"assignment": "uniform"},
+        "train": {"recompute": "block"},
+    },
 }
 
 RECOMPUTE = (

@@ -21,6 +21,7 @@ from olmo_jax.errors import UserError
 from olmo_jax.train import loop
 from olmo_jax.train.metrics import read
 from olmo_jax.train.program import Program, build_here
+from olmo_jax.train.run_folder import Lock
 from tests import cases
 from tests.data.folders import write_folder
 
@@ -143,7 +144,10 @@ def test_a_killed_run_goes_on_bit_for_bit(
 ) -> None:
     tokens, whole = batches
     run_dir = killed(whole, tmp_path / "run", HALF)
+    unfinished = run_dir / "checkpoints" / "step_5.orbax-checkpoint-tmp-1"
+    unfinished.mkdir()
     after = train(at(config, run_dir))
+    assert not unfinished.exists()
     # The next four batches.
     assert len(after) == STEPS - HALF == 4
     np.testing.assert_array_equal(after, tokens[HALF:])
@@ -192,6 +196,75 @@ def test_a_finished_run_says_so_and_compiles_nothing(
     assert (whole / "report.png").is_file()
 
 
+def test_fewer_steps_than_a_killed_run_has_taken_and_lines_that_someone_removed(
+    config: Config, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = killed(whole, tmp_path / "run", STEPS)
+    metrics = run_dir / "metrics.jsonl"
+    text = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([text[0], *text[3:6], *text[7:]]))
+    loop.train(at(config, run_dir, train={"steps": HALF}))
+    said = capsys.readouterr().out
+    assert "has reached step 8 of train.steps=4 already" in said
+    assert "metrics.jsonl: 1 half-written lines are dropped" in said
+    assert "metrics.jsonl lacks the lines of steps 2 to 3 and 7" in said
+    assert (run_dir / "report.png").is_file()
+
+
+def test_a_run_in_a_folder_that_is_in_use_is_refused_and_touches_nothing(
+    config: Config, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "build_here", lambda _: pytest.fail("compiles"))
+    run_dir = killed(whole, tmp_path / "run", HALF)
+    unfinished = run_dir / "checkpoints" / "step_5.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    lock = Lock(run_dir)
+    lock.take()
+    before = {path: path.is_dir() or path.read_bytes() for path in run_dir.rglob("*")}
+    with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on "):
+        loop.train(at(config, run_dir))
+    assert {path: path.is_dir() or path.read_bytes() for path in run_dir.rglob("*")} == before
+    lock.free()
+    # A refused change leaves it too, and so does no lock.
+    with pytest.raises(UserError, match="seed=5"):
+        loop.train(at(config, run_dir, seed=5))
+    assert unfinished.is_dir()
+    assert not (run_dir / ".lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "words"),
+    [
+        ("missing", {}, "init_from=.*missing is not there"),
+        ("run", {}, "init_from=.*run is in run_dir=.*run; .*another run_dir"),
+        ("run/checkpoints/step_4", {}, "step_4 is in run_dir="),
+        ("whole", {"expert_hidden": 24}, r"write model.expert_hidden=\d+, as its run has it"),
+        ("whole", {}, None),
+    ],
+)
+def test_weights_that_a_run_cannot_start_from_are_refused_before_it_compiles(
+    source: str,
+    model: dict[str, int],
+    words: str | None,
+    config: Config,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "whole").symlink_to(whole)
+    (tmp_path / "run" / "checkpoints" / "step_4").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").touch()
+    start = {"init_from": str(tmp_path / source)}
+    started = at(config, tmp_path / "run", checkpoint=start, model=model)
+
+    def compiled(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(loop, "carry_out", compiled)
+    with pytest.raises(UserError if words else AssertionError, match=words):
+        loop.train(started)
+
+
 def test_a_change_that_is_refused_leaves_the_folder_as_it_was(
     train: Train, config: Config, whole: Path, tmp_path: Path
 ) -> None:
@@ -221,20 +294,26 @@ def test_an_allowed_change_is_said_and_takes_effect(
     assert "lr: 0.5" in (run_dir / "config.yaml").read_text()
 
 
-def test_bad_steps_end_a_run_and_the_last_good_checkpoint_stays(
+def test_bad_steps_end_a_run_and_what_it_says_to_do_helps(
     train: Train, config: Config, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    # So large a step leaves nothing finite.
+    # So large a step leaves weights that are finite, and no later step that is.
     wild = at(
         config, run_dir, optim={"lr": 1e30}, train={"max_bad_steps": 3}, checkpoint={"every": 1}
     )
-    with pytest.raises(UserError, match=r"max_bad_steps=3.*up to step 4 .*embedding.weight"):
+    broken = run_dir / "checkpoints" / "step_1"
+    said = rf"from {broken}, and no step since was good.* remove that folder, and it starts anew"
+    with pytest.raises(UserError, match=rf"max_bad_steps=3.*step 4 .*embedding.weight.*{said}"):
         train(wild)
     assert read_saved(run_dir).position.step == 1
     lines = read(run_dir / "metrics.jsonl")
     assert [line["skipped"] for line in lines] == [0, 1, 1, 1]
     assert "bad_leaves" not in lines[0]
+    shutil.rmtree(broken)
+    train(at(config, run_dir, train={"steps": 3}))
+    assert not any("bad_leaves" in line for line in read(run_dir / "metrics.jsonl"))
+    assert read_saved(run_dir).position.step == 3
 
 
 def test_a_run_starts_from_the_weights_of_another(

@@ -1,5 +1,6 @@
 """The loop with a program that computes nothing: order, cadence, files, stopping."""
 
+import errno
 import io
 import json
 import math
@@ -27,7 +28,7 @@ from olmo_jax.launch.watchdog import Watchdog
 from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.train import loop, run_folder
 from olmo_jax.train.loop import speed, summary
-from olmo_jax.train.metrics import MetricsFile, read
+from olmo_jax.train.metrics import MetricsFile, cut_back, read
 from olmo_jax.train.program import Program
 from olmo_jax.train.progress import StepProgress, duration, in_background
 from olmo_jax.train.state import State
@@ -131,6 +132,9 @@ class Kept:
 
     def save(self, state: Any, position: Position, **_: Any) -> None:
         self.log.append(("save", position.step))
+
+    def steps(self) -> list[int]:
+        return [entry[1] for entry in self.log if entry[0] == "save"]
 
 
 def at(step: int) -> Position:
@@ -457,6 +461,23 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_leaves(tmp_path: Path) -> N
     assert named == [2, 3, 5, 6, 7]
 
 
+@pytest.mark.parametrize(
+    ("every", "good", "words"),
+    [
+        (0, 2, "no checkpoint, so the same command starts anew: look at the data"),
+        (2, 3, "goes on from runs/x/checkpoints/step_2, and there were good steps since: look at"),
+        (2, 2, r"step_2, and no step since was good, .* remove that folder, and it starts anew"),
+        (1, 2, r"step_2, and no .* folder, and it goes on from runs/x/checkpoints/step_1"),
+    ],
+)
+def test_too_many_bad_steps_name_the_checkpoint_that_stays(
+    tmp_path: Path, every: int, good: int, words: str
+) -> None:
+    config = saving(9, every=every, max_bad_steps=2).model_copy(update={"run_dir": "runs/x"})
+    with pytest.raises(UserError, match=words):
+        run(tmp_path, config, special=dict.fromkeys(range(good + 1, 9), BAD))
+
+
 def test_a_trace_has_the_steps_that_were_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,6 +503,87 @@ def test_a_run_folder_that_cannot_be_written_is_a_users_error(tmp_path: Path) ->
     config = Config(run_dir=str(tmp_path / "file" / "run"))
     with pytest.raises(UserError, match="cannot be written"):
         run_folder.create(config, "table", None)
+
+
+def test_a_folder_has_one_run_at_a_time_and_a_lock_leaves_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "x"
+    first, second = run_folder.Lock(run_dir), run_folder.Lock(run_dir)
+    first.take()
+    busy = rf"run_dir=.*x is in use by process {os.getpid()} on .* \(since 20.*another run_dir"
+    with pytest.raises(UserError, match=busy):
+        second.take()
+    second.free()
+    with pytest.raises(UserError, match=busy):
+        second.take()
+    first.free()
+    assert not run_dir.exists()
+    # A killed process leaves the file, and nobody holds it.
+    run_dir.mkdir()
+    (run_dir / ".lock").write_text("1 on elsewhere")
+    second.take()
+    second.free()
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_lock_on_a_file_that_its_last_holder_removed_holds_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (run_folder.Lock(tmp_path) for _ in range(3))
+    first.take()
+    flock = run_folder.fcntl.flock
+
+    def late(file: int, flags: int) -> None:
+        # The second has opened the file when the first removes it.
+        first.free()
+        flock(file, flags)
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", late)
+    second.take()
+    with pytest.raises(UserError, match="is in use"):
+        third.take()
+    second.free()
+
+
+def test_where_the_file_system_has_no_locks_a_run_goes_on_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(code: int) -> Any:
+        def flock(*_: Any) -> None:
+            raise OSError(code, os.strerror(code))
+
+        return flock
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", refused(errno.EOPNOTSUPP))
+    run_folder.Lock(tmp_path).take()
+    monkeypatch.setattr(run_folder.fcntl, "flock", refused(errno.EIO))
+    with pytest.raises(UserError, match="cannot be written"):
+        run_folder.Lock(tmp_path).take()
+
+
+def test_a_full_disk_is_said_once_and_names_the_metrics() -> None:
+    full = r"/dev/full cannot be written \(No space left on device\); each step's line"
+    with pytest.raises(UserError, match=full), MetricsFile(Path("/dev/full")) as file:
+        file.write({"step": 1})
+
+
+def test_a_disk_that_fails_while_lines_are_put_on_it_is_a_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", full_disk)
+    path = tmp_path / "metrics.jsonl"
+    refused = pytest.raises(UserError, match=r"metrics.jsonl cannot be written .No space")
+    with refused, MetricsFile(path) as file:
+        file.write({"step": 1})
+        file.keep()
+    with refused:
+        cut_back(path, 0)
+    # What was begun in its place is gone, and it is as it was.
+    assert list(tmp_path.iterdir()) == [path]
+    assert read(path) == [{"step": 1}]
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_half_written_line_is_named(tmp_path: Path) -> None:

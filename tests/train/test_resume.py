@@ -10,9 +10,14 @@ from etils import epath
 
 from olmo_jax.checkpoint import Position, Saved
 from olmo_jax.config import Config
+from olmo_jax.config.records import RouterConfig
 from olmo_jax.errors import UserError
+from olmo_jax.interop import huggingface
 from olmo_jax.train import resume
 from olmo_jax.train.metrics import Cut, cut_back
+from olmo_jax.train.start import refuse_start
+from tests.cases import weights_of
+from tests.checkpoint.states import small
 from tests.data.folders import counting, open_folders, write_folder
 
 BEFORE = Config.model_validate({"data": {"sources": [{"path": "tokens"}]}})
@@ -182,7 +187,8 @@ def lines(*steps: int) -> str:
         (lines(1, 2, 3, 4, 5), 3, lines(1, 2, 3), Cut(2, 0)),
         (lines(1, 2, 3) + '{"step": 4, "lo', 3, lines(1, 2, 3), Cut(0, 1)),
         (lines(1, 2, 3, 4)[:-1], 4, lines(1, 2, 3, 4), Cut(0, 0)),
-        (lines(1, 2) + '{"st' + lines(3), 3, lines(1, 2), Cut(0, 1)),
+        (lines(1, 2) + '{"st' + lines(3), 3, lines(1, 2), Cut(0, 1, ((3, 3),))),
+        (lines(3, 5, 8), 7, lines(3, 5), Cut(1, 0, ((1, 2), (4, 4), (6, 7)))),
         (lines(1, 2, 3), 0, "", Cut(3, 0)),
         ("", 0, "", Cut(0, 0)),
     ],
@@ -198,7 +204,8 @@ def test_each_step_is_left_once_up_to_the_restored_one(
 
 
 def test_without_metrics_there_is_nothing_to_cut(tmp_path: Path) -> None:
-    assert cut_back(tmp_path / "metrics.jsonl", 3) == Cut(0, 0)
+    assert cut_back(tmp_path / "metrics.jsonl", 0) == Cut(0, 0)
+    assert cut_back(tmp_path / "metrics.jsonl", 3) == Cut(0, 0, ((1, 3),))
 
 
 def test_whoever_is_killed_while_cutting_loses_nothing(
@@ -214,3 +221,22 @@ def test_whoever_is_killed_while_cutting_loses_nothing(
     with pytest.raises(KeyboardInterrupt):
         cut_back(path, 1)
     assert path.read_text() == lines(1, 2, 3)
+
+
+def test_a_hugging_face_folder_is_refused_by_its_config_alone(tmp_path: Path, program_of) -> None:
+    def starting(init_moments: bool = False, **model: Any) -> Any:
+        config = small(**{"router": RouterConfig(), **model})
+        start = {"init_from": str(tmp_path), "init_moments": init_moments}
+        checkpoint = config.checkpoint.model_copy(update=start)
+        return program_of(config.model_copy(update={"checkpoint": checkpoint}))
+
+    program = starting()
+    huggingface.save(tmp_path, program.config.model, weights_of(program))
+    (tmp_path / "model.safetensors").unlink()
+    refuse_start(program)
+    # A bias of zeros is made for a router that has one.
+    refuse_start(starting(router=RouterConfig(bias_gamma=0.01)))
+    with pytest.raises(UserError, match=r"as \(.*, the model as \(.*write model"):
+        refuse_start(starting(expert_hidden=8))
+    with pytest.raises(UserError, match="these hold no moments"):
+        refuse_start(starting(init_moments=True))
