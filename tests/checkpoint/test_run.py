@@ -208,12 +208,13 @@ def test_the_newest_and_every_nth_are_kept(tmp_path: Path, program: Program, sta
 def test_an_error_leaves_the_checkpoint_before_the_newest(
     tmp_path: Path, program: Program, state
 ) -> None:
-    keep = CheckpointConfig(keep=1)
-    with pytest.raises(ValueError, match="bad steps"), Checkpoints(tmp_path, keep) as checkpoints:
-        for step in (1, 2):
-            position = Position(step, 1, 1)
-            checkpoints.save(state, position, config=program.config, facts=FACTS)
-        raise ValueError("bad steps")
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    checkpoints.__enter__()
+    for step in (1, 2):
+        position = Position(step, 1, 1)
+        checkpoints.save(state, position, config=program.config, facts=FACTS)
+    error = UserError("bad steps")
+    checkpoints.__exit__(UserError, error, None)
     assert checkpoints.steps() == [1, 2]
 
 
