@@ -283,7 +283,8 @@ def test_a_signal_while_the_weights_are_written_does_not_cost_them(
     program = IdleProgram(config, build_mesh(sizes))
     saved = []
 
-    def wait(_: Any) -> None:
+    def wait(_: Any, *, prune: bool = True) -> None:
+        del prune
         if not saved:
             os.kill(os.getpid(), signal.SIGTERM)
         saved.append(True)
