@@ -95,15 +95,21 @@ def from_ticks(
     *,
     lockstep: bool,
 ) -> Schedule:
-    """Return the schedule that runs each op in the tick given for it, and allot its slots."""
+    """Return the schedule that runs each op in the tick given for it, and allot its slots.
+
+    Without `backward` nothing is kept for one: there are no slots, and no backward ops.
+    """
     num_stages, microbatches = forward.shape
     chunks = num_stages // ranks
-    stages = stages_of(placement, ranks, chunks)
+    starts = forward[stages_of(placement, ranks, chunks)]
     if backward is None:
-        return _without_backward(name, placement, forward[stages], lockstep=lockstep)
-    num_ticks = int(backward.max()) + (1 if lockstep else 2)
-    starts, ends = forward[stages], backward[stages]
-    slots = np.stack([_slots(*lives) for lives in zip(starts, ends, strict=True)])
+        ends = kept = np.zeros((ranks, 0, 0), np.int64)
+        slots, num_slots, num_ticks = np.zeros_like(starts), 0, int(forward.max()) + 1
+    else:
+        ends = backward[stages_of(placement, ranks, chunks)]
+        slots = np.stack([_slots(*lives) for lives in zip(starts, ends, strict=True)])
+        kept, num_slots = slots, int(slots.max()) + 1
+        num_ticks = int(backward.max()) + (1 if lockstep else 2)
     return Schedule(
         name=name,
         placement=placement,
@@ -111,33 +117,10 @@ def from_ticks(
         ranks=ranks,
         chunks=chunks,
         microbatches=microbatches,
-        num_slots=int(slots.max()) + 1,
+        num_slots=num_slots,
         forward=_ops(num_ticks, starts, slots),
-        backward=_ops(num_ticks, ends, slots),
-    )
-
-
-def _without_backward(
-    name: str,
-    placement: Placement,
-    forward: Int[np.ndarray, "ranks chunks microbatches"],
-    *,
-    lockstep: bool,
-) -> Schedule:
-    ranks, chunks, microbatches = forward.shape
-    num_ticks = int(forward.max()) + 1
-    nothing = np.zeros((ranks, 0, 0), np.int64)
-    return Schedule(
-        name=name,
-        placement=placement,
-        lockstep=lockstep,
-        ranks=ranks,
-        chunks=chunks,
-        microbatches=microbatches,
-        num_slots=0,
-        forward=_ops(num_ticks, forward, np.zeros_like(forward)),
-        backward=_ops(num_ticks, nothing, nothing),
-        forward_only=True,
+        backward=_ops(num_ticks, ends, kept),
+        forward_only=backward is None,
     )
 
 
