@@ -2,7 +2,7 @@
 
 from olmo_jax.checkpoint.manifest import Position, Saved
 from olmo_jax.checkpoint.run import Checkpoints, read_saved, restore_weights
-from olmo_jax.checkpoint.start import initial_weights
+from olmo_jax.checkpoint.start import initial_weights, refuse_start
 
 __all__ = [
     "Checkpoints",
@@ -10,5 +10,6 @@ __all__ = [
     "Saved",
     "initial_weights",
     "read_saved",
+    "refuse_start",
     "restore_weights",
 ]

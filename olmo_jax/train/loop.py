@@ -11,7 +11,14 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from olmo_jax.checkpoint import Checkpoints, Position, Saved, initial_weights, read_saved
+from olmo_jax.checkpoint import (
+    Checkpoints,
+    Position,
+    Saved,
+    initial_weights,
+    read_saved,
+    refuse_start,
+)
 from olmo_jax.config import Config
 from olmo_jax.config.messages import listing
 from olmo_jax.data.batch import Batch
@@ -35,7 +42,6 @@ from olmo_jax.train.progress import (
     waiting,
 )
 from olmo_jax.train.report import draw
-from olmo_jax.train.start import refuse_start
 from olmo_jax.train.state import State
 from olmo_jax.train.steps import Keeper, Recorder, Session, run_steps, upcoming
 from olmo_jax.train.trace import Trace
@@ -66,7 +72,7 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
     """Train as `config` says, from the run folder's last checkpoint on, and leave the run folder.
 
     It returns early when a signal asks for it. `allowed` names what may differ from the checkpoint
-    although it changes the run, out of `resume.ALLOWABLE`.
+    although it changes the run, out of `config.changes.ALLOWABLE`.
 
     Raises: UserError for what is wrong with files, devices, the run folder or what was changed,
     before compilation; later for a checkpoint that cannot be read or written, and bad steps.

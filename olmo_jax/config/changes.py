@@ -1,0 +1,91 @@
+"""Which keys may differ when a run goes on from a checkpoint, and why: from two configs alone."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from olmo_jax.config.messages import known_keys, show
+from olmo_jax.config.records import Config
+
+Verdict = Literal["may", "never", "seed", "data", "content"]
+"""`seed` and `data` may change with that flag; `content` may change, what it names may not."""
+
+ALLOWABLE = ("seed", "data", "tokenizer")
+"""What --allow-change takes."""
+
+
+class Rule(NamedTuple):
+    verdict: Verdict
+    why: str
+
+
+RULES: dict[str, Rule] = {
+    "run_dir": Rule("may", "a folder may have been moved"),
+    "seed": Rule("seed", "the data's order, forced routes and jitter are drawn from it"),
+    "mesh": Rule("may", "a checkpoint knows no mesh"),
+    "parallel": Rule("may", "a checkpoint knows no method; capacity is no part of the model"),
+    "model": Rule("never", "leaves have its shapes, or the weights were trained for what it does"),
+    "optim": Rule("may", "rates and rules hold from the next step on"),
+    "data.sources": Rule("content", "a folder may have been moved; its tokens decide"),
+    "data.eval_fraction": Rule("data", "it decides which documents are trained on"),
+    "data.document_attention": Rule("data", "it decides what a position sees"),
+    "data.threads": Rule("may", "it changes how batches are read, and not their tokens"),
+    "data.prefetch": Rule("may", "it changes how batches are read, and not their tokens"),
+    "train.steps": Rule("may", "a run may get longer or shorter; a schedule may end with it"),
+    "train.global_batch": Rule("may", "the data's position counts sequences, and not steps"),
+    "train.microbatch": Rule("may", "it divides a step, and is no part of its sum"),
+    "train.sequence_length": Rule(
+        "data", "rows are cut by it, and the data's position counts rows"
+    ),
+    "train.z_loss_weight": Rule("never", "it is part of what is minimised, as model.router is"),
+    "train.head_chunk_tokens": Rule("may", "it changes memory, and the loss by rounding"),
+    "train.eval_every": Rule("may", "an evaluation changes no state"),
+    "train.eval_batches": Rule("may", "an evaluation changes no state"),
+    "train.recompute": Rule("may", "it changes memory and time"),
+    "train.record_expert_counts": Rule("may", "it changes what is written of a step"),
+    "train.deterministic": Rule("may", "it chooses between kernels of one function"),
+    "train.step_timeout_s": Rule("may", "it changes no step"),
+    "train.first_step_timeout_s": Rule("may", "it changes no step"),
+    "train.max_bad_steps": Rule("may", "it changes no step"),
+    "train.profile": Rule("may", "it changes no step"),
+    "checkpoint": Rule("may", "it changes no step"),
+}
+"""By dotted key or section: whether it may differ when a run goes on, and why."""
+
+
+class Change(NamedTuple):
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {show(self.before)} -> {show(self.now)}"
+
+
+def rule_of(key: str) -> Rule:
+    """Return the rule of a dotted key: its own, or that of the section that it is in."""
+    parts = key.split(".")
+    names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next(RULES[name] for name in names if name in RULES)
+
+
+def keys() -> list[str]:
+    """Return every dotted key that holds a value: what is compared, lists as a whole."""
+    every = list(known_keys())
+    return [key for key in every if not any(other.startswith(f"{key}.") for other in every)]
+
+
+def changes(before: Mapping[str, Any], now: Config) -> list[Change]:
+    """Return what differs from the config of a checkpoint; a key that it lacks had its default."""
+    default, new = Config().model_dump(mode="json"), now.model_dump(mode="json")
+    found = [
+        Change(key, _value(before, key, _value(default, key)), _value(new, key)) for key in keys()
+    ]
+    return [change for change in found if change.before != change.now]
+
+
+def _value(tree: Any, key: str, default: Any = None) -> Any:
+    for part in key.split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return default
+        tree = tree[part]
+    return tree
