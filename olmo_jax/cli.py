@@ -1,18 +1,16 @@
-"""The command line. It alone imports a command's module when the command runs."""
+"""The command line: what each command does. It alone imports a module when a command runs."""
 
 import argparse
 import errno
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
+from olmo_jax.arguments import parser
 from olmo_jax.errors import UserError
 
 INTERRUPTED = 130
-
-OVERRIDES_HELP = "a.b=c: any key of the config, typed as YAML types it"
 
 
 def run() -> None:
@@ -37,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = parser().parse_args(arguments)
     try:
-        return given.command(given) or 0
+        return COMMANDS[given.command](given) or 0
     except UserError as error:
         print(f"olmo-jax: {error}", file=sys.stderr)
         return 1
@@ -65,194 +63,6 @@ def text_of(error: OSError) -> str:
         errno.ENAMETOOLONG: "a name has at most 255 bytes on most systems; write a shorter one",
     }.get(error.errno or 0, "mend that, or name another path")
     return f"{error.filename or 'a file'}: {error.strerror or error}; {advice}"
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; each sets `command` to its function."""
-    top = argparse.ArgumentParser(
-        prog="olmo-jax", description="Train Mixture-of-Experts language models in JAX."
-    )
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
-    add_config_commands(commands)
-    add_run_commands(commands)
-    data = commands.add_parser("data", help="make and look at training data")
-    add_data_commands(data.add_subparsers(required=True, metavar="COMMAND"))
-    checkpoint = commands.add_parser("checkpoint", help="look at checkpoints, export their weights")
-    add_checkpoint_commands(checkpoint.add_subparsers(required=True, metavar="COMMAND"))
-    launch = commands.add_parser("launch", help="train in many processes: here, Slurm, Kubernetes")
-    add_launch_commands(launch.add_subparsers(required=True, metavar="WHERE"))
-    return top
-
-
-def add_config_commands(commands: argparse._SubParsersAction) -> None:
-    for name, command, text in (
-        ("check", check, "check a config and say what it asks for; starts no device"),
-        ("train", train, "train, or go on with the run that the run folder holds"),
-    ):
-        one = commands.add_parser(name, help=text, description=text)
-        one.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
-        one.add_argument("overrides", nargs="*", metavar="a.b=c", help=OVERRIDES_HELP)
-        one.set_defaults(command=command)
-        if command is train:
-            one.add_argument(
-                "--allow-change",
-                action="append",
-                default=[],
-                choices=("seed", "data", "tokenizer"),
-                metavar="KEY",
-                help="go on although seed, data or tokenizer is not the checkpoint's",
-            )
-
-
-def add_run_commands(commands: argparse._SubParsersAction) -> None:
-    text = "evaluate a run's weights on its held-out documents"
-    one = commands.add_parser("eval", help=text, description=text)
-    one.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    one.add_argument("overrides", nargs="*", metavar="a.b=c", help=OVERRIDES_HELP)
-    one.set_defaults(command=evaluate)
-    text = "continue a text with a run's weights"
-    one = commands.add_parser("sample", help=text, description=text)
-    one.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    one.add_argument("text", metavar="TEXT", help="what to continue")
-    one.add_argument("--tokens", type=positive, default=64, metavar="N", help="at most so many")
-    one.add_argument(
-        "--temperature", type=non_negative, default=0.8, metavar="T", help="0: the likeliest token"
-    )
-    one.add_argument("--seed", type=natural, default=0, metavar="S")
-    one.set_defaults(command=sample)
-
-
-def add_data_commands(commands: argparse._SubParsersAction) -> None:
-    text = "turn text, jsonl and gzip files into a folder of tokens"
-    one = commands.add_parser("tokenize", help=text, description=text)
-    one.add_argument("--input", nargs="+", type=Path, required=True, metavar="DIR_OR_FILE")
-    one.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
-    kind = one.add_mutually_exclusive_group()
-    kind.add_argument("--vocab-size", type=positive, metavar="N", help="train a BPE; default 4096")
-    kind.add_argument("--tokenizer", type=Path, metavar="FILE", help="use this tokenizer.json")
-    one.add_argument(
-        "--suffix", nargs="+", default=[], metavar=".EXT", help="of a folder, only such files"
-    )
-    one.add_argument(
-        "--exclude", nargs="+", default=[], metavar="NAME", help="skip folders of this name"
-    )
-    one.add_argument("--skip-bad", action="store_true", help="leave bad input out and count it")
-    one.set_defaults(command=tokenize)
-    text = "print the batch of a step as text"
-    one = commands.add_parser("show", help=text, description=text)
-    one.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
-    one.add_argument("overrides", nargs="*", metavar="a.b=c", help=OVERRIDES_HELP)
-    one.add_argument("--step", type=int, default=1, metavar="N", help="from 1")
-    one.set_defaults(command=show)
-
-
-def add_checkpoint_commands(commands: argparse._SubParsersAction) -> None:
-    run = {"metavar": "RUN", "help": "a run folder; of it, the last checkpoint"}
-    either = {**run, "help": "a run folder, or RUN/checkpoints/step_N"}
-    text = "list a run's checkpoints"
-    one = commands.add_parser("list", help=text, description=text)
-    one.add_argument("run", metavar="RUN", help="a run folder")
-    one.set_defaults(command=list_checkpoints)
-    text = "read every leaf of a checkpoint and compare it with its checksum"
-    one = commands.add_parser("verify", help=text, description=text)
-    one.add_argument("run", **run)
-    one.add_argument("--step", type=natural, metavar="N", help="another one than the last")
-    one.set_defaults(command=verify_checkpoint)
-    text = "compare two checkpoints leaf by leaf; the exit code is 0 if they are equal, else 1"
-    one = commands.add_parser("diff", help=text, description=text)
-    one.add_argument("first", **either | {"metavar": "A"})
-    one.add_argument("second", **either | {"metavar": "B"})
-    one.set_defaults(command=diff_checkpoints)
-    text = "write a run's weights as a Hugging Face folder"
-    one = commands.add_parser("export-weights", help=text, description=text)
-    one.add_argument("run", **either)
-    one.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    one.set_defaults(command=export_weights)
-
-
-def add_launch_commands(commands: argparse._SubParsersAction) -> None:
-    text = "start the processes of a job on this machine"
-    one = commands.add_parser("local", help=text, description=text)
-    one.add_argument("--processes", type=positive, required=True, metavar="N")
-    one.add_argument(
-        "--devices-per-process", type=positive, metavar="M", help="default: the mesh's share; 1 GPU"
-    )
-    one.add_argument("--logs", type=Path, metavar="DIR", help="default: run_dir/logs")
-    one.add_argument("line", nargs=argparse.REMAINDER, metavar="-- train CONFIG [a.b=c ...]")
-    one.set_defaults(command=launch_local)
-    add_slurm_command(commands)
-    add_kubernetes_command(commands)
-
-
-def add_slurm_command(commands: argparse._SubParsersAction) -> None:
-    text = "render a batch script for Slurm, and submit it"
-    one = commands.add_parser("slurm", help=text, description=text)
-    add_cluster_options(one, max_restarts=3)
-    one.add_argument("--time", default="24:00:00", metavar="D-HH:MM:SS", help="limit of one go")
-    one.add_argument("--job-name", default="olmo-jax", metavar="NAME")
-    for name in ("partition", "account", "qos", "constraint"):
-        one.add_argument(f"--{name}", metavar="NAME", help="as sbatch takes it")
-    one.add_argument("--cpus-per-task", type=positive, metavar="N", help="of each GPU's process")
-    one.add_argument("--python", default=sys.executable, metavar="PATH", help="default: this one")
-    one.add_argument(
-        "--setup", action="append", default=[], metavar="LINE", help="a shell line run before"
-    )
-    one.set_defaults(command=launch_slurm)
-
-
-def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:
-    text = "render a JobSet for Kubernetes, and apply it"
-    one = commands.add_parser("kubernetes", help=text, description=text)
-    add_cluster_options(one, max_restarts=10)
-    one.add_argument("--image", required=True, metavar="NAME", help="has olmo-jax on its PATH")
-    one.add_argument("--name", default="olmo-jax", metavar="NAME")
-    one.add_argument("--namespace", metavar="NAME")
-    one.add_argument(
-        "--claim", action="append", default=[], metavar="NAME:PATH", help="a volume claim to mount"
-    )
-    one.set_defaults(command=launch_kubernetes)
-
-
-def add_cluster_options(one: argparse.ArgumentParser, *, max_restarts: int) -> None:
-    one.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
-    one.add_argument("overrides", nargs="*", metavar="a.b=c", help=OVERRIDES_HELP)
-    one.add_argument("--nodes", type=positive, required=True, metavar="N")
-    one.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: 8")
-    one.add_argument(
-        "--grace", type=positive, default=300, metavar="S", help="seconds to stop in; default: 300"
-    )
-    one.add_argument(
-        "--max-restarts",
-        type=natural,
-        default=max_restarts,
-        metavar="N",
-        help=f"after failures; default: {max_restarts}",
-    )
-    one.add_argument(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="for every process"
-    )
-    one.add_argument("--dry-run", action="store_true", help="print it, and hand over nothing")
-
-
-def natural(text: str) -> int:
-    """Read a whole number from 0."""
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return number
-
-
-def positive(text: str) -> int:
-    """Read a whole number from 1."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return number
-
-
-def non_negative(text: str) -> float:
-    """Read a finite number from 0."""
-    if not 0 <= (number := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no finite number from 0")
-    return number
 
 
 def check(given: argparse.Namespace) -> None:
@@ -390,7 +200,7 @@ def launch_local(given: argparse.Namespace) -> int:
 
     line = given.line[1:] if given.line[:1] == ["--"] else given.line
     asked = parser().parse_args(line)
-    if asked.command is not train:
+    if asked.command != train.__name__:
         raise UserError(
             f"launch local -- {' '.join(line)}: it starts `train`, and no other command; write "
             "olmo-jax launch local --processes 2 -- train CONFIG"
@@ -460,6 +270,26 @@ def launch_kubernetes(given: argparse.Namespace) -> None:
 def warn(texts: Sequence[str]) -> None:
     for text in texts:
         print(f"olmo-jax: warning: {text}", file=sys.stderr)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    command.__name__: command
+    for command in (
+        check,
+        train,
+        evaluate,
+        sample,
+        tokenize,
+        show,
+        list_checkpoints,
+        verify_checkpoint,
+        diff_checkpoints,
+        export_weights,
+        launch_local,
+        launch_slurm,
+        launch_kubernetes,
+    )
+}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from olmo_jax.cli import parser
+from olmo_jax.arguments import parser
 from olmo_jax.config import document
 from olmo_jax.config.messages import record_in, show
 from olmo_jax.config.records import Config, Record
