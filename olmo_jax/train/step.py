@@ -1,7 +1,8 @@
 """One optimizer step, and one evaluation: what every device does inside one `shard_map`.
 
-Gradients stay on the device through all microbatches and are reduced once, to the FP32 shard that
-is updated there; the updated weights are gathered once. Control flow never depends on data.
+What lies between a leaf's `resident` and `main` specs moves here, once: gradients are reduced to
+the FP32 shard that this device updates, and the updated weights go back to where they are kept.
+What moves in every microbatch does so in `accumulate`. Control flow never depends on data.
 """
 
 from collections.abc import Mapping

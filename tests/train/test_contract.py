@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from olmo_jax.mesh.rules import axes_of_entry
-from olmo_jax.program import MICROBATCHES, measure
+from olmo_jax.program import MICROBATCHES, hlo, measure
 from olmo_jax.program import jaxpr as jaxprs
 from tests import cases
 
@@ -188,3 +188,12 @@ def test_the_router_computes_in_fp32(step_jaxpr):
     assert "exp" in {value.source for value in scores}
     floats = {v.dtype for v in scores if jnp.issubdtype(v.dtype, jnp.floating)}
     assert floats == {"float32"}
+
+
+def test_evaluation_gathers_a_unit_at_its_use(program_of):
+    """Hoisted out of the loop over microbatches, all units would be there at once."""
+    evaluation = program_of(cases.bf16_on_eight(2, HSDP))._evaluation
+    found = hlo.collectives(hlo.parse(evaluation.as_text()))
+    gathers = [c for c in found if c.kind == "all_gather"]
+    assert len(gathers) > 16
+    assert all(c.loops for c in gathers)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from olmo_jax.config.residuals import ALWAYS_KEPT, ATTENTION, EXPERTS, GATHERED, NAMES, kept
+from olmo_jax.config.residuals import ALWAYS_KEPT, GATHERED, NAMES, kept
 from olmo_jax.program import jaxpr as jaxprs
 from tests import cases
 
@@ -22,6 +22,9 @@ def step_of(program):
     state, metrics = program.step(state, program.place(BATCH), 1e-3)
     return cases.host(state), cases.host(metrics)
 
+
+ATTENTION = {"query", "key", "value", "attention_gate", "attention", "attention_logsumexp"}
+EXPERTS = {"expert_hidden", "expert_output"}
 
 POLICIES = [
     "block",
@@ -56,12 +59,26 @@ def test_a_step_of_fsdp_is_the_same_to_the_bit(recompute, reshard, program_of):
     assert_same(again, at_hand, program_of)
 
 
-def names_kept(program):
-    """Return the names of what crosses from the forward to the backward pass of a step."""
+def sites_of(program, name):
     traced = program.jitted.trace(*program.abstract_arguments())
-    sites = [site for site in jaxprs.walk(traced.jaxpr) if site.name == "name"]
+    return [site for site in jaxprs.walk(traced.jaxpr) if site.name == name]
+
+
+def names_in(program):
+    """Return the names of all results in a step, and of those that backward computes again."""
+    sites = sites_of(program, "name")
     again = {site.equation.params["name"] for site in sites if "rematted_computation" in site.scope}
     return {site.equation.params["name"] for site in sites}, again
+
+
+@pytest.mark.parametrize(("num_layers", "merged"), [(2, {False}), (3, {False, True})])
+def test_only_a_loop_over_layers_goes_without_barriers(num_layers, merged, program_of):
+    """XLA takes the loop away from a body of one layer, and would then merge both computations."""
+    config = cases.tiny(
+        {}, model={"num_layers": num_layers}, train={"recompute": "block"}, global_batch=2
+    )
+    sites = sites_of(program_of(config), "remat2")
+    assert {not site.equation.params["prevent_cse"] for site in sites} == merged
 
 
 EVERY_RESULT = {"attention_gate": "headwise", "num_layers": 3}
@@ -75,18 +92,17 @@ def test_every_name_is_that_of_a_result(program_of):
         router={"assignment": "learned"},
         parallel={"method": "fsdp"},
     )
-    found, _ = names_kept(program_of(config))
+    found, _ = names_in(program_of(config))
     assert found == {*NAMES, *ALWAYS_KEPT, GATHERED}
 
 
 @pytest.mark.parametrize(
     ("recompute", "again"),
-    [("attention", set(ATTENTION)), ("experts", set(EXPERTS)), (("value",), {"value"})],
+    [("attention", ATTENTION), ("experts", EXPERTS), (("value",), {"value"})],
     ids=["attention", "experts", "value"],
 )
 def test_what_is_computed_again_is_what_the_policy_names(recompute, again, program_of):
     config = cases.tiny({}, model=EVERY_RESULT, train={"recompute": recompute}, global_batch=2)
-    _, found = names_kept(program_of(config))
-    # A result that is kept has its name computed again if nothing else is left of it.
+    _, found = names_in(program_of(config))
     assert found & set(NAMES) == again
     assert kept(config) == {*NAMES, *ALWAYS_KEPT} - again
