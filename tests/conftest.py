@@ -1,5 +1,6 @@
 """Eight emulated devices, one compilation cache, exact products: set before jax is imported."""
 
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,9 @@ os.environ["XLA_FLAGS"] = " ".join(_FLAGS)
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parents[1] / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
+MOST_MAPPED_REGIONS = 20_000
 
 
 def pytest_configure(config):
@@ -47,3 +51,24 @@ def program_of():
     from olmo_jax.train.program import build
 
     return cache(lambda config: build(config, build_mesh(dict(config.mesh))))
+
+
+@pytest.fixture(autouse=True)
+def _few_mapped_regions(program_of):
+    """Give up compiled programs before there are too many.
+
+    Each has some hundred regions of memory of its own. Linux allows a process 65,530 by default,
+    and XLA crashes when it is given no more.
+    """
+    yield
+    if _num_mapped_regions() > MOST_MAPPED_REGIONS:
+        import jax
+
+        program_of.cache_clear()
+        jax.clear_caches()
+        gc.collect()
+
+
+def _num_mapped_regions():
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0

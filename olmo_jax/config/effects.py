@@ -111,6 +111,16 @@ IDLE: tuple[Idle, ...] = (
         "mesh.fsdp, mesh.expert and mesh.sequence are 1 and nothing is sharded",
     ),
     Idle(
+        _under("parallel", "pipeline_schedule", "pipeline_chunks"),
+        lambda c: c.mesh.pipeline == 1,
+        "mesh.pipeline=1",
+    ),
+    Idle(
+        _under("parallel", "context", "fold_sequence"),
+        lambda c: c.mesh.sequence == 1,
+        "mesh.sequence=1",
+    ),
+    Idle(
         ("parallel.capacity_factor",), lambda c: c.mesh.expert == 1, "mesh.expert=1 drops nothing"
     ),
     Idle(

@@ -51,6 +51,10 @@ class ParallelConfig(Record, frozen=True):
     method: Literal["ddp", "fsdp"] = "ddp"
     shard_optimizer: bool = True
     reshard: Literal["full", "after_backward", "step"] = "full"
+    pipeline_schedule: Literal["interleaved", "1f1b", "gpipe", "v"] = "interleaved"
+    pipeline_chunks: SmallCount = 1
+    context: Literal["ulysses", "ring"] = "ulysses"
+    fold_sequence: bool = False
     dispatch: Literal["gather"] = "gather"
     capacity_factor: Positive = 1.25
 

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 
+from olmo_jax.config.layers import LayerPlan, layer_plan
 from olmo_jax.config.messages import divisors, listing, show, together
 from olmo_jax.config.records import INT32_MAX, Config, MeshConfig, ScheduleConfig
 from olmo_jax.config.residuals import NAMES
@@ -14,7 +15,6 @@ Rule = Callable[[Config], Iterator[str]]
 """Yields the message of each way in which a config breaks the rule."""
 
 NOT_BUILT: tuple[tuple[str, int, str, str], ...] = (
-    ("pipeline", 1, "pipeline parallelism", "mesh.data or mesh.expert"),
     ("sequence", 1, "context parallelism", "mesh.data or mesh.expert"),
 )
 """Mesh axes that have one legal size: (axis, size, what it would do, where devices go instead)."""
@@ -80,6 +80,85 @@ def batch_divides(config: Config) -> Iterator[str]:
         f"train.global_batch={train.global_batch} is not a multiple of {unit} = {axes} x "
         f"train.microbatch={train.microbatch}; {advice}"
     )
+
+
+def pipeline_groups(config: Config) -> Iterator[str]:
+    """Microbatches enter a pipeline in groups, one for each rank; an open axis counts as 1."""
+    train, ranks = config.train, config.mesh.pipeline
+    sizes = [size for axis in BATCH_AXES if (size := getattr(config.mesh, axis)) > 0]
+    rows = math.prod(sizes) * train.microbatch
+    microbatches, rest = divmod(train.global_batch, rows)
+    if ranks < 1 or rest or microbatches % ranks == 0:
+        return
+    fitting = [
+        n * rows for n in (microbatches // ranks * ranks, (microbatches // ranks + 1) * ranks)
+    ]
+    yield (
+        f"train.global_batch={train.global_batch} makes {microbatches} microbatches of {rows} "
+        f"rows, and they enter the pipeline in groups of mesh.pipeline={ranks}; use "
+        f"train.global_batch={listing([n for n in fitting if 0 < n <= INT32_MAX])}"
+    )
+
+
+def pipeline_schedule(config: Config) -> Iterator[str]:
+    parallel, ranks = config.parallel, config.mesh.pipeline
+    if ranks == 1:
+        return
+    if parallel.pipeline_schedule == "v":
+        yield (
+            "parallel.pipeline_schedule=v cannot be executed: its rows are units of time (a "
+            "forward takes 1, a backward 2), and a step runs ticks in which every rank does one "
+            "forward and one backward; use interleaved, 1f1b or gpipe"
+        )
+    if parallel.pipeline_schedule == "1f1b" and parallel.pipeline_chunks > 1:
+        yield (
+            f"parallel.pipeline_chunks={parallel.pipeline_chunks} does not go with "
+            "parallel.pipeline_schedule=1f1b, which runs 1 chunk a rank; use "
+            "parallel.pipeline_schedule=interleaved, or parallel.pipeline_chunks=1"
+        )
+    if parallel.method == "fsdp" and parallel.reshard == "after_backward":
+        yield (
+            f"parallel.reshard=after_backward does not go with mesh.pipeline={ranks}: a rank has "
+            "microbatches in flight throughout the step, so what it keeps until after a backward "
+            "it keeps until the end; use parallel.reshard=step for that, or full"
+        )
+
+
+def _with_layers(config: Config, num_layers: int) -> LayerPlan:
+    return layer_plan(config.model.model_copy(update={"num_layers": num_layers}))
+
+
+def pipeline_layers(config: Config) -> Iterator[str]:
+    """A stage holds whole periods of the window pattern, and no layer comes after the body."""
+    model, ranks, chunks = config.model, config.mesh.pipeline, config.parallel.pipeline_chunks
+    if ranks == 1 or any(dense_layers(config)) or any(window_sizes(config)):
+        return
+    plan = layer_plan(model)
+    if plan.trailing:
+        numbers = range(max(model.num_dense_layers + 1, model.num_layers - 8), model.num_layers + 9)
+        fitting = [n for n in numbers if not _with_layers(config, n).trailing]
+        other = f", or model.num_layers={listing(fitting)}" if fitting else ""
+        yield (
+            f"mesh.pipeline={ranks} has no place for layer {plan.trailing[0]} of "
+            f"model.num_layers={model.num_layers}: "
+            f"model.windows.pattern={show(model.windows.pattern)} repeats every {plan.period} "
+            "layers, and a stage holds whole repeats; use "
+            f"model.windows.force_full_last=false{other}"
+        )
+        return
+    periods = len(plan.body) // plan.period
+    if ranks > 0 and ranks * chunks > periods:
+        yield (
+            f"mesh.pipeline={ranks} x parallel.pipeline_chunks={chunks} are {ranks * chunks} "
+            f"stages, but the body has {len(plan.body)} layers"
+            + (f", {periods} repeats of {plan.period}" if plan.period > 1 else "")
+            + "; use "
+            + (
+                f"parallel.pipeline_chunks={periods // ranks} or less"
+                if ranks <= periods
+                else f"mesh.pipeline={periods} or less and parallel.pipeline_chunks=1"
+            )
+        )
 
 
 def counts_fit(config: Config) -> Iterator[str]:
@@ -379,6 +458,9 @@ RULES: tuple[Rule, ...] = (
     axes_not_built,
     experts_divide,
     batch_divides,
+    pipeline_groups,
+    pipeline_schedule,
+    pipeline_layers,
     counts_fit,
     dense_layers,
     routed_layers,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from olmo_jax.config.layers import layer_plan
 from olmo_jax.config.records import ModelConfig
-from olmo_jax.plan.layers import layer_plan
 from olmo_jax.plan.parameters import block_shapes, parameter_shapes
 
 Tensors = dict[str, np.ndarray]

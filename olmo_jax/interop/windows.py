@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import product
 
+from olmo_jax.config.layers import window_of
 from olmo_jax.config.records import ModelConfig, WindowConfig
-from olmo_jax.plan.layers import window_of
 
 
 def windows_of(model: ModelConfig) -> list[int | None]:

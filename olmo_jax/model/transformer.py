@@ -16,6 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, Key
 
+from olmo_jax.config.layers import is_routed, layer_plan, window_of
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.data.batch import Batch
 from olmo_jax.errors import UserError
@@ -25,7 +26,6 @@ from olmo_jax.model.moe import RouterSums, Surroundings
 from olmo_jax.model.norm import RMSNorm
 from olmo_jax.model.placement import Placement, Tree
 from olmo_jax.ops.embedding import embed
-from olmo_jax.plan.layers import is_routed, layer_plan, window_of
 
 Params = dict[str, Array]
 """Dotted name to array: `body.attention.q`, `leading.0.mlp.down`, `head.weight`."""

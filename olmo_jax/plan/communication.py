@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from olmo_jax.config.layers import layer_plan
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
 from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES
 from olmo_jax.mesh.rules import METHODS, Cuts, axes_used, cuts, replica_axes
-from olmo_jax.plan.layers import layer_plan
 from olmo_jax.plan.placed import ITEM_BYTES, Leaf, leaves, parts
 from olmo_jax.plan.static_sizes import num_microbatches
 

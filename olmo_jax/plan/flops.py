@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from olmo_jax.config.layers import is_routed, window_of
 from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.config.residuals import recomputed
-from olmo_jax.plan.layers import is_routed, window_of
 from olmo_jax.plan.static_sizes import (
     CPU_TILE,
     EMBEDDING_TILE,

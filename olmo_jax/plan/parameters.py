@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
+from olmo_jax.config.layers import is_routed, layer_plan
 from olmo_jax.config.records import ModelConfig
-from olmo_jax.plan.layers import is_routed, layer_plan
 
 
 class ParameterShape(NamedTuple):

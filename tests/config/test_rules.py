@@ -23,8 +23,42 @@ WRONG = [
     ("mesh.data=0", "mesh.data=0 is not a number of devices", "1 or more, or -1"),
     ("mesh.expert=-2", "mesh.expert=-2", "1 or more, or -1"),
     ("mesh.data=-1 mesh.fsdp=-1", "mesh.data=-1 and mesh.fsdp=-1", "at most 1", "(1 if unused)"),
-    ("mesh.pipeline=2", "mesh.pipeline=2", "pipeline parallelism", "use mesh.pipeline=1"),
-    ("mesh.pipeline=-1", "mesh.pipeline=-1", "use mesh.pipeline=1"),
+    (
+        "mesh.pipeline=2 train.global_batch=6 mesh.data=2",
+        "train.global_batch=6 makes 3 microbatches of 2 rows",
+        "groups of mesh.pipeline=2; use train.global_batch=4 or 8",
+    ),
+    (
+        "mesh.pipeline=2 parallel.pipeline_schedule=v",
+        "parallel.pipeline_schedule=v cannot be executed",
+        "units of time",
+        "use interleaved, 1f1b or gpipe",
+    ),
+    (
+        "mesh.pipeline=2 parallel.pipeline_schedule=1f1b parallel.pipeline_chunks=3 "
+        "model.num_layers=9",
+        "parallel.pipeline_chunks=3 does not go with parallel.pipeline_schedule=1f1b",
+        "parallel.pipeline_schedule=interleaved, or parallel.pipeline_chunks=1",
+    ),
+    (
+        "mesh.pipeline=2 mesh.fsdp=2 parallel.method=fsdp parallel.reshard=after_backward",
+        "parallel.reshard=after_backward does not go with mesh.pipeline=2",
+        "use parallel.reshard=step for that, or full",
+    ),
+    (
+        "mesh.pipeline=2 model.windows.pattern=[8,-1] model.num_layers=6",
+        "no place for layer 5 of model.num_layers=6: model.windows.pattern=[8, -1]",
+        "force_full_last=false, or model.num_layers=2, 3, 5, 7, 9, 11 or 13",
+    ),
+    (
+        "mesh.pipeline=2 parallel.pipeline_chunks=2 model.num_layers=4",
+        "mesh.pipeline=2 x parallel.pipeline_chunks=2 are 4 stages",
+        "the body has 3 layers; use parallel.pipeline_chunks=1 or less",
+    ),
+    (
+        "mesh.pipeline=8 model.num_layers=4",
+        "8 stages, but the body has 3 layers; use mesh.pipeline=3 or less",
+    ),
     ("mesh.sequence=2", "mesh.sequence=2", "context parallelism", "use mesh.sequence=1"),
     (
         "run_dir=gs://bucket/run",

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from olmo_jax.config.layers import layer_plan
 from olmo_jax.interop.weights import combine, separate, tensor_shapes
-from olmo_jax.plan.layers import layer_plan
 from tests.interop.small import small, values
 
 EVERYTHING = {

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from olmo_jax.config.layers import is_routed, layer_plan, window_of
 from olmo_jax.config.records import ModelConfig, WindowConfig
 from olmo_jax.plan.flops import (
     PEAK_FLOPS,
@@ -14,7 +15,6 @@ from olmo_jax.plan.flops import (
     peak_flops,
     useful,
 )
-from olmo_jax.plan.layers import is_routed, layer_plan, window_of
 from olmo_jax.plan.parameters import parameter_shapes
 from olmo_jax.program.jaxpr import matmul_flops
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules and layer grids as plain data, without jax; `executor` runs them."""
+"""Pipeline schedules as plain data, without jax; `executor` runs them."""
 
 from olmo_jax.parallel.pipeline.clock import bubble, peak_live, timeline
 from olmo_jax.parallel.pipeline.generators import (
@@ -8,23 +8,18 @@ from olmo_jax.parallel.pipeline.generators import (
     interleaved,
     one_f_one_b,
 )
-from olmo_jax.parallel.pipeline.layers import EMPTY, Grid, grid, least_waste
 from olmo_jax.parallel.pipeline.schedule import Ops, Schedule, refusal, stages_of, ticks_of
 from olmo_jax.parallel.pipeline.v_shape import one_f_one_b_v
 from olmo_jax.parallel.pipeline.validation import validate
 
 __all__ = [
-    "EMPTY",
     "SCHEDULES",
-    "Grid",
     "Ops",
     "Schedule",
     "bubble",
     "forward_only",
     "gpipe",
-    "grid",
     "interleaved",
-    "least_waste",
     "one_f_one_b",
     "one_f_one_b_v",
     "peak_live",

@@ -14,11 +14,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from olmo_jax.config.layers import EMPTY, grid
 from olmo_jax.mesh.axes import AXES
 from olmo_jax.ops.varying import axes_of, vary_over
 from olmo_jax.parallel.ddp import attach
 from olmo_jax.parallel.pipeline.executor import Parts, pick, run
-from olmo_jax.parallel.pipeline.layers import EMPTY, grid
 
 D, HIDDEN, EXPERTS, VOCAB = 6, 7, 4, 13
 IGNORED = -100

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from olmo_jax.parallel.pipeline import EMPTY, grid, least_waste, stages_of
+from olmo_jax.config.layers import EMPTY, grid, least_waste
+from olmo_jax.parallel.pipeline import stages_of
 
 
 @given(
