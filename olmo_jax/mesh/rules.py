@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec as P
 
 from olmo_jax.errors import UserError
-from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES
+from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES, expert_model_axes
 
 Sizes = Mapping[str, int]
 
@@ -162,10 +162,12 @@ def place(
     method: str,
     shard_optimizer: bool,
     sizes: Sizes,
+    fold_sequence: bool = False,
 ) -> Placed:
-    """Return the specs of the leaf `name`."""
+    """Return the specs of the leaf `name`; `fold_sequence` divides experts over `sequence` too."""
     rules = METHODS[method]
-    compute = compute_spec(name, shape, dims, rules.compute, sizes)
+    divided = {**rules.compute, "experts": expert_model_axes(fold_sequence=fold_sequence)}
+    compute = compute_spec(name, shape, dims, divided, sizes)
     stacked = [d for d, dim in enumerate(dims) if dim == STACKED]
     resident = further_spec(shape, compute, rules.resident, sizes, untouched=stacked)
     main = further_spec(shape, resident, rules.main, sizes) if shard_optimizer else resident

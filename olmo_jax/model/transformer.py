@@ -22,7 +22,7 @@ from olmo_jax.data.batch import Batch
 from olmo_jax.errors import UserError
 from olmo_jax.model.block import Block
 from olmo_jax.model.initialise import Initialiser, RouterBias
-from olmo_jax.model.moe import RouterSums, Surroundings
+from olmo_jax.model.moe import RouterSums, Surroundings, surroundings
 from olmo_jax.model.norm import RMSNorm
 from olmo_jax.model.placement import Placement, Tree
 from olmo_jax.ops.embedding import embed
@@ -224,10 +224,7 @@ def forward(
     `params` are as `placement` stores them, and the body's lie `by_period`.
     """
     plan = layer_plan(model)
-    offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
-    around = Surroundings(
-        batch.positions, batch.segment_ids, batch.real, batch.sequence, offsets, step
-    )
+    around = surroundings(batch, placement, step)
 
     def run(
         stored: Tree, x: Array, layer: Array, number: int, *, member: int | None = None

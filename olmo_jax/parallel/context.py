@@ -18,13 +18,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Int32
 
+from olmo_jax.config.rules import PIECES
 from olmo_jax.ops import blockwise as blocks
+from olmo_jax.ops.varying import like
 from olmo_jax.plan.static_sizes import (
     Context,
     Hop,
     head_copies,
     held_pieces,
-    num_pieces,
     ring_hops,
 )
 
@@ -38,7 +39,7 @@ def piece_starts(
     method: Context, rank: Int[Array, ""] | int, num_ranks: int, num_local: int
 ) -> Int32[Array, " pieces"]:
     """Return the place in the row at which each piece begins that a rank holds."""
-    length = num_local // num_pieces(method)
+    length = num_local // PIECES[method]
     pieces = held_pieces(method, rank, num_ranks)
     return jnp.stack([jnp.asarray(piece, jnp.int32) for piece in pieces]) * length
 
@@ -46,7 +47,7 @@ def piece_starts(
 def offsets(method: Context, num_ranks: int, num_local: int) -> Int32[Array, " l"]:
     """Return the place in the row of each position that this rank holds."""
     starts = piece_starts(method, lax.axis_index(AXIS), num_ranks, num_local)
-    inside = jnp.arange(num_local // num_pieces(method), dtype=jnp.int32)
+    inside = jnp.arange(num_local // PIECES[method], dtype=jnp.int32)
     return (starts[:, None] + inside).reshape(-1)
 
 
@@ -125,17 +126,17 @@ class _Ring:
     scale: float
 
     def hops(self, num_local: int) -> tuple[Hop, ...]:
-        return ring_hops(num_local // 2, self.num_ranks, self.window)
+        return ring_hops(num_local // PIECES["ring"], self.num_ranks, self.window)
 
     def begins(self, rank: Array, num_local: int) -> Int32[Array, " blocks"]:
         starts = piece_starts("ring", rank, self.num_ranks, num_local)
-        return blocks.block_begins(starts, num_local // 2)
+        return blocks.block_begins(starts, num_local // PIECES["ring"])
 
     def queries(self, q: Array, segments: Array, num_kv_heads: int) -> blocks.Queries:
         return blocks.Queries(
             _cut(q, num_kv_heads),
-            self.begins(lax.axis_index(AXIS), q.shape[1]),
-            blocks.cut_segments(segments, pieces=2),
+            self.begins(self.owner(0), q.shape[1]),
+            self.segments_of(segments, 0),
         )
 
     def keys(self, k: Array, v: Array, segments: Array, shift: int) -> blocks.Keys:
@@ -144,8 +145,14 @@ class _Ring:
             _cut(k, k.shape[2]),
             _cut(v, k.shape[2]),
             self.begins(self.owner(shift), k.shape[1]),
-            blocks.cut_segments(segments, pieces=2),
+            self.segments_of(segments, shift),
         )
+
+    def segments_of(self, segments: Array, shift: int) -> Array | None:
+        num_local = segments.shape[1] // self.num_ranks
+        begin = self.owner(shift) * num_local
+        held = lax.dynamic_slice_in_dim(segments, begin, num_local, axis=1)
+        return blocks.cut_segments(held, pieces=PIECES["ring"])
 
     def owner(self, shift: int) -> Int[Array, ""]:
         """Return the rank whose keys have come over `shift` ranks to this one."""
@@ -176,9 +183,6 @@ def _join(x: Array, like: Array, dtype: Any) -> Array:
     return blocks.join(x, like.shape, dtype, pieces=2)
 
 
-Travellers = tuple[Array, Array, Array]
-"""Keys, values and segment ids."""
-
 Saved = tuple[Array, Array, Array, Array, Array, Array]
 
 
@@ -187,16 +191,16 @@ def _ring_forward(
 ) -> tuple[Array, Saved]:
     queries = ring.queries(q, segments, k.shape[2])
 
-    def add(sums: blocks.Sums, travellers: Travellers, hop: Hop) -> blocks.Sums:
-        keys, pairs = ring.keys(*travellers, hop.shift), ring.pairs(hop, len(queries.blocks))
+    def add(sums: blocks.Sums, k: Array, v: Array, hop: Hop) -> blocks.Sums:
+        keys, pairs = ring.keys(k, v, segments, hop.shift), ring.pairs(hop, len(queries.blocks))
         limits = {"window": ring.window, "scale": ring.scale}
         return blocks.add_pairs(sums, pairs, queries, keys, **limits)
 
-    hops, travellers = ring.hops(q.shape[1]), (k, v, segments)
-    sums = add(blocks.no_sums(queries), travellers, hops[0])
+    hops, others = ring.hops(q.shape[1]), (k, v)
+    sums = add(blocks.no_sums(queries), k, v, hops[0])
     for before, hop in pairwise(hops):
-        travellers = ring.send(travellers, hop.shift - before.shift)
-        sums = add(sums, travellers, hop)
+        others = ring.send(others, hop.shift - before.shift)
+        sums = add(sums, *others, hop)
     attended, logsumexp = blocks.finish(sums)
     out = checkpoint_name(_join(attended, q, q.dtype), "attention")
     logsumexp = checkpoint_name(logsumexp, "attention_logsumexp")
@@ -209,21 +213,21 @@ def _ring_backward(ring: _Ring, saved: Saved, d_out: Array) -> tuple[Array, Arra
     queries = ring.queries(q, segments, k.shape[2])
     result = blocks.softmaxed(_cut(out, k.shape[2]), _cut(d_out, k.shape[2]), logsumexp)
 
-    def add(dq: Array | None, travellers: Travellers, hop: Hop) -> tuple[Array, Any]:
-        keys, pairs = ring.keys(*travellers, hop.shift), ring.pairs(hop, len(queries.blocks))
+    def add(dq: Array | None, k: Array, v: Array, hop: Hop) -> tuple[Array, Any]:
+        keys, pairs = ring.keys(k, v, segments, hop.shift), ring.pairs(hop, len(queries.blocks))
         start = blocks.no_gradients(queries, keys)
         start = start if dq is None else start._replace(q=dq)
         limits = {"window": ring.window, "scale": ring.scale}
         found = blocks.add_gradients(start, pairs, queries, result, keys, **limits)
         return found.q, [_join(x, k, jnp.float32) for x in (found.k, found.v)]
 
-    hops, travellers = ring.hops(q.shape[1]), (k, v, segments)
-    dq, home = add(None, travellers, hops[0])
+    hops, others = ring.hops(q.shape[1]), (k, v)
+    dq, home = add(None, k, v, hops[0])
     away = None
     for before, hop in pairwise(hops):
-        travellers = ring.send(travellers, hop.shift - before.shift)
+        others = ring.send(others, hop.shift - before.shift)
         arrived = None if away is None else ring.send(away, hop.shift - before.shift)
-        dq, here = add(dq, travellers, hop)
+        dq, here = add(dq, *others, hop)
         away = here if arrived is None else jax.tree.map(jnp.add, arrived, here)
     if away is not None:
         back = ring.send(away, ring.num_ranks - hops[-1].shift)
@@ -245,21 +249,22 @@ def ring(
     k: Float[Array, "B l K H"],
     v: Float[Array, "B l K H"],
     *,
-    segment_ids: Int[Array, "B l"] | None,
+    segment_ids: Int[Array, "B L"] | None,
     window: int | None,
     scale: float,
     num_ranks: int,
 ) -> Float[Array, "B l N H"]:
-    """Attend to the keys of all ranks, which come round; `segment_ids` are those at hand.
+    """Attend to the keys of all ranks, which come round; `segment_ids` are those of whole rows.
 
     Each rank holds one piece from either end of the row. Hops in which no rank sees a key of its
     window are not made. Backward sends keys and values round again.
-    Comm: permutes over `sequence`, in each hop k, v and segment ids; backward the same again, and
-    the FP32 gradients of k and v with them and home.
+    Comm: permutes over `sequence`, in each hop k and v; backward the same again, and the FP32
+    gradients of k and v behind them and home.
     Source: Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention (even work);
     the layout is that of olmo_core 3.0.0, ring attention's zig-zag load balancer.
     """
     if segment_ids is None:
         # They also say where a piece ends.
-        segment_ids = jnp.zeros_like(q[:, :, 0, 0], jnp.int32)
+        shape = (q.shape[0], q.shape[1] * num_ranks)
+        segment_ids = like(jnp.zeros(shape, jnp.int32), q)
     return _ring(q, k, v, segment_ids, _Ring(num_ranks, window, scale))

@@ -8,15 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from olmo_jax.config.layers import layer_plan
+from olmo_jax.config.layers import layer_plan, window_of
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
-from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES
+from olmo_jax.config.rules import PIECES
+from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES, expert_model_axes
 from olmo_jax.mesh.rules import METHODS, Cuts, axes_used, cuts, replica_axes
 from olmo_jax.plan.placed import ITEM_BYTES, Leaf, leaves, parts
-from olmo_jax.plan.static_sizes import num_microbatches
+from olmo_jax.plan.static_sizes import head_copies, num_microbatches, padded_length, ring_hops
 
-Kind = Literal["all_gather", "reduce_scatter", "reduce", "max"]
+Kind = Literal["all_gather", "reduce_scatter", "reduce", "max", "all_to_all", "permute"]
 
 Sizes = Mapping[str, int]
 
@@ -27,12 +28,14 @@ TOKEN_AXES = (*DENSE_DATA_AXES, "sequence")
 def ring_bytes(kind: Kind, operand_bytes: int, ranks: int) -> float:
     """Return what one rank sends, by a ring over n ranks, if it puts in S = `operand_bytes`.
 
-    Units: bytes. all_gather S (n-1), its operand being the shard; reduce_scatter S (n-1)/n; reduce
-    and max 2 S (n-1)/n.
+    Units: bytes. all_gather S (n-1), its operand being the shard; reduce_scatter and all_to_all
+    S (n-1)/n; reduce and max 2 S (n-1)/n; permute S.
     """
     if kind == "all_gather":
         return float(operand_bytes * (ranks - 1))
-    twice = 1 if kind == "reduce_scatter" else 2
+    if kind == "permute":
+        return float(operand_bytes)
+    twice = 1 if kind in ("reduce_scatter", "all_to_all") else 2
     return twice * operand_bytes * (ranks - 1) / ranks
 
 
@@ -107,6 +110,10 @@ def _all(config: Config, sizes: Sizes) -> Iterator[_Sent]:
     if METHODS[config.parallel.method].resident:
         for leaf in placed:
             yield from _unit_traffic(config, leaf, num_microbatches(config.train, sizes))
+    if sizes["sequence"] > 1:
+        positions = _local_positions(config, sizes)
+        yield _over_sequence("segment ids", "all_gather", "int32", 1, positions, config, sizes)
+        yield from {"ulysses": _ulysses, "ring": _ring}[config.parallel.context](config, sizes)
     yield from _experts(config, sizes)
     yield from _balance(config, num_microbatches(config.train, sizes))
     for leaf in placed:
@@ -184,17 +191,68 @@ def _boundary(config: Config, leaf: Leaf) -> Iterator[_Sent]:
         yield from _gathers("weights", False, where, config.model.dtype, shard, 1, sizes)
 
 
+def _local_positions(config: Config, sizes: Sizes) -> int:
+    """Return the positions of one microbatch that a device holds, padding included."""
+    train, ranks = config.train, sizes["sequence"]
+    length = padded_length(train.sequence_length, config.parallel.context, ranks)
+    return train.microbatch * length // ranks
+
+
+def _over_sequence(
+    what: str, kind: Kind, dtype: str, times: int, elements: int, config: Config, sizes: Sizes
+) -> _Sent:
+    """Send `elements` over `sequence`, so often in each microbatch."""
+    times *= num_microbatches(config.train, sizes)
+    return _Sent(_Sort(what, True, kind, ("sequence",), dtype), times, times * elements)
+
+
+def _ulysses(config: Config, sizes: Sizes) -> Iterator[_Sent]:
+    """Heads for positions and back in every layer."""
+    model, saved, positions = config.model, kept(config), _local_positions(config, sizes)
+    copies = head_copies(model.num_kv_heads, sizes["sequence"])
+    heads = {
+        "exchanged_query": model.num_heads,
+        "exchanged_key_value": 2 * model.num_kv_heads * copies,
+        "exchanged_attention": model.num_heads,
+    }
+    for name, number in heads.items():
+        times = model.num_layers * (2 + (name not in saved))
+        elements = positions * number * model.head_dim
+        yield _over_sequence("heads", "all_to_all", model.dtype, times, elements, config, sizes)
+
+
+def _ring(config: Config, sizes: Sizes) -> Iterator[_Sent]:
+    """Keys and values in every hop, and behind them backward their gradients."""
+    model, saved, positions = config.model, kept(config), _local_positions(config, sizes)
+    piece = positions // config.train.microbatch // PIECES["ring"]
+    hops = sum(
+        len(ring_hops(piece, sizes["sequence"], window_of(model, layer))) - 1
+        for layer in range(model.num_layers)
+    )
+    # The normaliser alone needs no values.
+    values_again = "attention" not in saved
+    keys_again = values_again or "attention_logsumexp" not in saved
+    elements = positions * model.num_kv_heads * model.head_dim
+    times = {"keys": hops * (2 + keys_again), "values": hops * (2 + values_again)}
+    for what, number in times.items():
+        yield _over_sequence(what, "permute", model.dtype, number, elements, config, sizes)
+    yield _over_sequence(
+        "gradients of keys and values", "permute", "float32", 2 * hops, elements, config, sizes
+    )
+
+
 def _experts(config: Config, sizes: Sizes) -> Iterator[_Sent]:
     """What routed layers send in every microbatch, and again where backward computes it anew."""
     model, train, saved = config.model, config.train, kept(config)
     microbatches, layers = num_microbatches(train, sizes), model.num_routed_layers
-    tokens = train.microbatch * train.sequence_length // sizes["sequence"]
+    tokens = _local_positions(config, sizes)
+    group = expert_model_axes(fold_sequence=config.parallel.fold_sequence)
     routes, features, dtype = tokens * model.top_k, tokens * model.d_model, model.dtype
-    all_routes, all_features = routes * sizes["expert"], features * sizes["expert"]
+    all_routes, all_features = routes * parts(group, sizes), features * parts(group, sizes)
 
     def along(what: str, kind: Kind, dtype: str, elements: int, runs: int) -> _Sent:
         number = runs * layers * microbatches
-        return _Sent(_Sort(what, True, kind, ("expert",), dtype), number, number * elements)
+        return _Sent(_Sort(what, True, kind, group, dtype), number, number * elements)
 
     plans = _forward_routings(config) + layers * ("route_plan" not in saved)
     dispatches = 1 + ("expert_rows" not in saved)
@@ -202,7 +260,7 @@ def _experts(config: Config, sizes: Sizes) -> Iterator[_Sent]:
     combines = 1 + ("combined" not in saved and model.norm != "pre")
     for elements, times in ((model.num_experts, plans), (routes, 2 * plans)):
         number = times * microbatches
-        sort = _Sort("expert plan", True, "all_gather", ("expert",), "int32")
+        sort = _Sort("expert plan", True, "all_gather", group, "int32")
         yield _Sent(sort, number, number * elements)
     yield along("expert rows", "all_gather", dtype, features, dispatches)
     yield along("expert weights", "all_gather", "float32", routes, combines)

@@ -16,19 +16,23 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 
 from olmo_jax.config.layers import is_routed, window_of
 from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.config.residuals import recomputed
+from olmo_jax.config.rules import PIECES
+from olmo_jax.mesh.axes import expert_model_axes
 from olmo_jax.plan.static_sizes import (
     CPU_TILE,
     EMBEDDING_TILE,
     block_size,
     capacity,
     num_microbatches,
+    padded_length,
     pieces,
     received_rows,
+    ring_hops,
     visited_rows,
 )
 
@@ -43,6 +47,9 @@ class Flops:
 
     def __mul__(self, times: int) -> "Flops":
         return Flops(self.forward * times, self.backward * times)
+
+    def __floordiv__(self, parts: int) -> "Flops":
+        return Flops(self.forward // parts, self.backward // parts)
 
     @property
     def total(self) -> int:
@@ -76,8 +83,8 @@ def attention_projections(model: ModelConfig, tokens: int) -> Flops:
 
 
 def attention_scores(model: ModelConfig, pairs: int) -> Flops:
-    """Return the FLOPs of one layer's scores and of their products with the values."""
-    one = matmul(pairs, model.head_dim, model.num_heads)
+    """Return the FLOPs of one layer's scores, `pairs` of all heads, and of those times values."""
+    one = matmul(pairs, model.head_dim, 1)
     return one + one
 
 
@@ -117,7 +124,7 @@ def components(
 ) -> dict[str, Flops]:
     """Return the FLOPs of each kind of product, summed over the layers.
 
-    `pairs(window)` are the (query, key) pairs that a layer with this window computes for all its
+    `pairs(window)` are the (head, query, key) that a layer with this window computes for all its
     `tokens`, `rows` the rows that pass a layer's routed experts: with the useful numbers this is
     useful work, with those of a program (all pairs of its blocks, whole tiles) what that executes.
     """
@@ -132,7 +139,7 @@ def useful(model: ModelConfig, sequence_length: int) -> dict[str, Flops]:
     return components(
         model,
         tokens=sequence_length,
-        pairs=partial(attended_pairs, sequence_length),
+        pairs=lambda window: model.num_heads * attended_pairs(sequence_length, window),
         rows=sequence_length * model.top_k,
     )
 
@@ -196,17 +203,35 @@ def _computed_again(
     return total
 
 
-def _executed(config: Config, num_expert_ranks: int) -> dict[str, Flops]:
+@cache
+def _ring_pairs_count(piece: int, num_ranks: int, window: int | None) -> int:
+    """Return how many pairs of blocks one rank computes in all hops of a ring."""
+    own, *others = ring_hops(piece, num_ranks, window)
+    return (
+        len(own.across) + 2 * len(own.within) + sum(len(h.across) + len(h.within) for h in others)
+    )
+
+
+def _head_pairs(config: Config, length: int, num_ranks: int, window: int | None) -> int:
+    """Return the (head, query, key) of one row of `length` that one of `num_ranks` computes."""
+    heads, is_ring = config.model.num_heads, config.parallel.context == "ring"
+    if num_ranks > 1 and is_ring:
+        piece = length // (num_ranks * PIECES["ring"])
+        return heads * _ring_pairs_count(piece, num_ranks, window) * block_size(piece) ** 2
+    return heads // num_ranks * block_pairs_count(length, window) * block_size(length) ** 2
+
+
+def _executed(config: Config, sizes: Mapping[str, int]) -> dict[str, Flops]:
     """Return what one device multiplies for one microbatch."""
-    model, train = config.model, config.train
-    tokens = train.microbatch * train.sequence_length
-    block = block_size(train.sequence_length)
+    model, train, ranks = config.model, config.train, sizes["sequence"]
+    length = padded_length(train.sequence_length, config.parallel.context, ranks)
+    tokens = train.microbatch * length // ranks
 
     def pairs(window: int | None) -> int:
-        pairs = block_pairs_count(train.sequence_length, window)
-        return train.microbatch * pairs * block * block
+        return train.microbatch * _head_pairs(config, length, ranks, window)
 
-    rows = _expert_rows(config, tokens, num_expert_ranks)
+    expert_axes = expert_model_axes(fold_sequence=config.parallel.fold_sequence)
+    rows = _expert_rows(config, tokens, math.prod(sizes[axis] for axis in expert_axes))
     parts = components(model, tokens=tokens, pairs=pairs, rows=rows)
     parts["head"] = head(model, pieces(tokens, train.head_chunk_tokens).total)
     # The cotangents of a tile, sorted by token, times the matrix of which tokens are equal.
@@ -238,10 +263,10 @@ def step_flops(
     train = config.train
     times = num_microbatches(train, sizes)
     if executed:
-        one = _executed(config, sizes["expert"])
-    else:
-        one, times = useful(config.model, train.sequence_length), times * train.microbatch
-    return {kind: part * times for kind, part in one.items()}
+        return {kind: part * times for kind, part in _executed(config, sizes).items()}
+    rows = times * train.microbatch
+    one_row = useful(config.model, train.sequence_length)
+    return {kind: part * rows // sizes["sequence"] for kind, part in one_row.items()}
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from olmo_jax.config.records import TrainConfig
+from olmo_jax.config.rules import PIECES
 from olmo_jax.mesh.axes import DENSE_DATA_AXES
 
 # The fastest of 128, 256 and 512 by tools/bench_attention.py, at 2,048 positions on a CPU.
@@ -66,24 +67,19 @@ def block_pairs(
     return np.argwhere(seen).astype(np.int32)
 
 
-def num_pieces(context: Context) -> int:
-    """Return how many pieces of a row each `sequence` rank holds."""
-    return {"ulysses": 1, "ring": 2}[context]
-
-
 def held_pieces(context: Context, rank: Any, num_ranks: int) -> tuple[Any, ...]:
     """Return the numbers of the pieces of a row that a rank holds, in its order.
 
     With a ring they are one from each end, so that causal work is even.
     """
-    return (rank,) if num_pieces(context) == 1 else (rank, 2 * num_ranks - 1 - rank)
+    return (rank,) if PIECES[context] == 1 else (rank, 2 * num_ranks - 1 - rank)
 
 
 def padded_length(length: int, context: Context, num_ranks: int) -> int:
     """Return the length of a row with padding to equal pieces; one rank needs none."""
     if num_ranks == 1:
         return length
-    total = num_ranks * num_pieces(context)
+    total = num_ranks * PIECES[context]
     return math.ceil(length / total) * total
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from olmo_jax.data.layout import row_order
 from olmo_jax.ops.attention import attention
 from olmo_jax.parallel import context
 from olmo_jax.plan import static_sizes
-from olmo_jax.plan.static_sizes import block_size, held_pieces, num_pieces, ring_hops
+from olmo_jax.plan.static_sizes import block_size, ring_hops
 from olmo_jax.program import jaxpr
 
 SCALE = 0.3
@@ -39,22 +40,14 @@ def documents(length, *, rows=2):
     return ids
 
 
-def order(method, length, num_ranks):
-    """Return the place in the row of each position, rank by rank."""
-    length //= num_ranks * num_pieces(method)
-    pieces = [piece for rank in range(num_ranks) for piece in held_pieces(method, rank, num_ranks)]
-    return np.concatenate([piece * length + np.arange(length) for piece in pieces])
-
-
 def on_ranks(method, num_ranks, mesh, *, window, segmented=True):
     """Return the mapped attention of (q, k, v, segment ids) as the method lays rows out."""
 
     def attend(q, k, v, segment_ids):
         given = {"window": window, "scale": SCALE, "num_ranks": num_ranks}
-        segment_ids = segment_ids if segmented else None
+        whole = context.whole_rows(segment_ids) if segmented else None
         if method == "ring":
-            return context.ring(q, k, v, segment_ids=segment_ids, **given)
-        whole = None if segment_ids is None else context.whole_rows(segment_ids)
+            return context.ring(q, k, v, segment_ids=whole, **given)
         given["attend"] = partial(attention, backend="blockwise")
         return context.ulysses(q, k, v, segment_ids=whole, **given)
 
@@ -72,7 +65,7 @@ def value_and_gradients(attend, q, k, v, d_out, segment_ids):
 def assert_one_device(method, num_ranks, mesh, length, heads, window, segment_ids):
     given = inputs(length, *heads)
     ids = np.zeros((2, length), np.int32) if segment_ids is None else segment_ids
-    place = order(method, length, num_ranks)
+    place = row_order(length, method, num_ranks)
     laid_out = [x[:, place] for x in (*given, ids)]
     mapped = on_ranks(method, num_ranks, mesh, window=window, segmented=segment_ids is not None)
     found = value_and_gradients(mapped, *laid_out)
@@ -117,7 +110,7 @@ def test_attention_of_one_document_is_one_devices(method, mesh_of):
 
 def pairs_seen(length, num_ranks, window):
     """Return by shift the ((query rank, place), (key rank, place)) of every allowed pair."""
-    place = order("ring", length, num_ranks).reshape(num_ranks, -1)
+    place = row_order(length, "ring", num_ranks).reshape(num_ranks, -1)
     seen = {}
     for me, shift in np.ndindex(num_ranks, num_ranks):
         other = (me - shift) % num_ranks
@@ -197,34 +190,33 @@ def test_all_to_alls_send_what_the_formula_says(num_ranks, heads, copies, mesh_o
 
 
 @pytest.mark.parametrize(("window", "num_hops"), [(None, 3), (11, 3), (6, 2), (1, 0)])
-def test_a_ring_sends_keys_values_and_ids_and_their_gradients_behind_them(
-    window, num_hops, mesh_of
-):
+def test_a_ring_sends_keys_and_values_and_their_gradients_behind_them(window, num_hops, mesh_of):
     """A window of one piece and one more reaches into the neighbours' pieces only."""
     forward, both = traced("ring", 4, mesh_of(sequence=4), (4, 2), window)
+    (ids,) = (v for (kind, _), v in forward.items() if kind == "all_gather")
+    assert ids == (1, 3.0 * 4 * 2 * 10)
     elements = num_hops * 2 * 10 * 2 * 4
-    kinds = {"bfloat16": 2 * 2 * elements, "int32": 4 * num_hops * 2 * 10}
-    wanted = {
-        ("permute", kind): (num, n)
-        for (kind, n), num in zip(kinds.items(), (2 * num_hops, num_hops), strict=True)
-    }
-    assert forward == (wanted if num_hops else {})
-    gradients = {("permute", "float32"): (2 * num_hops, 2.0 * 4 * elements)}
-    twice = {kind: (2 * n, 2.0 * sent) for kind, (n, sent) in wanted.items()}
-    assert both == (twice | gradients if num_hops else {})
+    once = (2 * num_hops, 2.0 * 2 * elements)
+    twice_and_gradients = (2 * once[0], 2 * once[1]), (2 * num_hops, 2.0 * 4 * elements)
+    kinds = [("permute", "bfloat16"), ("permute", "float32")]
+    if num_hops == 0:
+        assert forward.keys() == both.keys() == {("all_gather", "int32")}
+        return
+    assert forward == {kinds[0]: once, ("all_gather", "int32"): ids}
+    assert [both[kind] for kind in kinds] == list(twice_and_gradients)
 
 
 def test_a_ring_keeps_its_inputs_its_result_and_the_normaliser_and_branches_nowhere(mesh_of):
     """Plain autodiff would keep the keys of every hop."""
-    mesh = mesh_of(sequence=4)
-    q, k, v, d_out = (jnp.asarray(x) for x in inputs(40, 4, 2))
-    mapped = on_ranks("ring", 4, mesh, window=None)
+    num_ranks, rows, heads = 4, 2, 4
+    q, k, v, d_out = (jnp.asarray(x) for x in inputs(40, heads, 2))
+    mapped = on_ranks("ring", num_ranks, mesh_of(sequence=num_ranks), window=None)
     ids = jnp.asarray(documents(40))
     pull = jax.eval_shape(lambda *qkv: jax.vjp(lambda *x: mapped(*x, ids), *qkv)[1], q, k, v)
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull))
-    blocks_in_piece, size = 2, 3
-    normaliser = 4 * 2 * blocks_in_piece * size * 2 * 4
-    assert kept <= sum(x.nbytes for x in (q, q, k, v, ids)) + 4 * normaliser
+    blocks_of_a_rank, size = 4, 3
+    normalisers = 4 * num_ranks * blocks_of_a_rank * rows * heads * size
+    assert kept == sum(x.nbytes for x in (q, q, k, v)) + normalisers + num_ranks * ids.nbytes
     whole = jax.make_jaxpr(lambda *x: jax.vjp(lambda *y: mapped(*y, ids), *x[:3])[1](x[3]))
     program = whole(q, k, v, d_out)
     assert jaxpr.conditionals(program) == jaxpr.unbounded_loops(program) == []
@@ -250,4 +242,4 @@ def test_the_places_that_a_rank_computes_are_those_that_the_row_was_cut_by(
     mapped = jax.shard_map(
         places, mesh=mesh_of(sequence=num_ranks), in_specs=(), out_specs=P("sequence")
     )
-    np.testing.assert_array_equal(mapped(), order(method, 10 * num_ranks, num_ranks))
+    np.testing.assert_array_equal(mapped(), row_order(10 * num_ranks, method, num_ranks))
