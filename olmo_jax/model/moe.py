@@ -34,7 +34,7 @@ def surroundings(batch: Batch, placement: Placement, step: Int32[Array, ""]) -> 
     """Return what the blocks read of a microbatch."""
     return Surroundings(
         batch.positions,
-        placement.rows.segments(batch.segment_ids),
+        batch.segment_ids,
         batch.real,
         batch.sequence,
         placement.rows.offsets(batch.positions.shape[1]),

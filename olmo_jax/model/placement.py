@@ -63,21 +63,18 @@ class Rows:
     """Which positions of its rows a device holds, and how attention sees the others.
 
     `offsets` turns the number of positions at hand into their places in the row, `length` into
-    that of the whole row without padding. `segments` turns the segment ids at hand into those that
-    `attend` takes.
+    that of the whole row without padding. `attend` takes the segment ids of whole rows.
     """
 
     attend: Attend
     offsets: Callable[[int], Int32[Array, " l"]]
     length: Callable[[int], int]
-    segments: Callable[[Array], Array]
 
 
 WHOLE_ROWS = Rows(
     attend=attention,
     offsets=partial(jnp.arange, dtype=jnp.int32),
     length=lambda number: number,
-    segments=lambda segment_ids: segment_ids,
 )
 """A device that holds all positions of its rows."""
 
@@ -102,12 +99,12 @@ class Placement:
     """The functions that differ between one device and a mesh.
 
     `rows` says which positions are at hand. `read` turns a unit (embedding, one block, head) as
-    stored into weights typed float32.
+    stored into weights typed float32; what they are used on passes through it.
     `recomputed` wraps a unit's function: it says what backward keeps and what it computes again.
     `over_sequence` sums counts over the ranks that share a row, `over_data` over all data ranks.
     """
 
-    read: Callable[[Tree], Tree]
+    read: Callable[[Tree, Any], tuple[Tree, Any]]
     experts: RoutedExperts
     rows: Rows
     recomputed: Recomputed
@@ -146,7 +143,7 @@ def _one_expert_at_a_time(
 
 
 ONE_DEVICE = Placement(
-    read=lambda unit: unit,
+    read=lambda unit, x: (unit, x),
     experts=_one_expert_at_a_time,
     rows=WHOLE_ROWS,
     recomputed=keep_everything,

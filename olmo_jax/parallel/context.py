@@ -51,15 +51,6 @@ def offsets(method: Context, num_ranks: int, num_local: int) -> Int32[Array, " l
     return (starts[:, None] + inside).reshape(-1)
 
 
-def whole_rows(value: Int32[Array, "B l"]) -> Int32[Array, "B L"]:
-    """Return the whole rows, of which each rank has a slice.
-
-    Comm: an all-gather over `sequence`.
-    """
-    with jax.named_scope("gather_rows"):
-        return lax.all_gather(value, AXIS, axis=1, tiled=True)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copy_heads(x: Float[Array, "B l K H"], times: int) -> Float[Array, "B l Kr H"]:
     """Repeat each head; the gradients of its copies are summed in FP32."""
@@ -117,6 +108,10 @@ def ulysses(
     return checkpoint_name(_to_positions(out), "exchanged_attention")
 
 
+Pair = tuple[Array, Array]
+"""Keys and values, or their gradients."""
+
+
 @dataclass(frozen=True)
 class _Ring:
     """The static side of one ring attention."""
@@ -139,8 +134,9 @@ class _Ring:
             self.segments_of(segments, 0),
         )
 
-    def keys(self, k: Array, v: Array, segments: Array, shift: int) -> blocks.Keys:
-        """Return the blocks of keys that have come over `shift` ranks."""
+    def keys(self, pair: Pair, segments: Array, shift: int) -> blocks.Keys:
+        """Return the blocks of keys and values that have come over `shift` ranks."""
+        k, v = pair
         return blocks.Keys(
             _cut(k, k.shape[2]),
             _cut(v, k.shape[2]),
@@ -191,16 +187,16 @@ def _ring_forward(
 ) -> tuple[Array, Saved]:
     queries = ring.queries(q, segments, k.shape[2])
 
-    def add(sums: blocks.Sums, k: Array, v: Array, hop: Hop) -> blocks.Sums:
-        keys, pairs = ring.keys(k, v, segments, hop.shift), ring.pairs(hop, len(queries.blocks))
+    def add(sums: blocks.Sums, pair: Pair, hop: Hop) -> blocks.Sums:
+        keys, pairs = ring.keys(pair, segments, hop.shift), ring.pairs(hop, len(queries.blocks))
         limits = {"window": ring.window, "scale": ring.scale}
         return blocks.add_pairs(sums, pairs, queries, keys, **limits)
 
-    hops, others = ring.hops(q.shape[1]), (k, v)
-    sums = add(blocks.no_sums(queries), k, v, hops[0])
+    hops, pair = ring.hops(q.shape[1]), (k, v)
+    sums = add(blocks.no_sums(queries), pair, hops[0])
     for before, hop in pairwise(hops):
-        others = ring.send(others, hop.shift - before.shift)
-        sums = add(sums, *others, hop)
+        pair = ring.send(pair, hop.shift - before.shift)
+        sums = add(sums, pair, hop)
     attended, logsumexp = blocks.finish(sums)
     out = checkpoint_name(_join(attended, q, q.dtype), "attention")
     logsumexp = checkpoint_name(logsumexp, "attention_logsumexp")
@@ -213,21 +209,21 @@ def _ring_backward(ring: _Ring, saved: Saved, d_out: Array) -> tuple[Array, Arra
     queries = ring.queries(q, segments, k.shape[2])
     result = blocks.softmaxed(_cut(out, k.shape[2]), _cut(d_out, k.shape[2]), logsumexp)
 
-    def add(dq: Array | None, k: Array, v: Array, hop: Hop) -> tuple[Array, Any]:
-        keys, pairs = ring.keys(k, v, segments, hop.shift), ring.pairs(hop, len(queries.blocks))
+    def add(dq: Array | None, pair: Pair, hop: Hop) -> tuple[Array, Pair]:
+        keys, pairs = ring.keys(pair, segments, hop.shift), ring.pairs(hop, len(queries.blocks))
         start = blocks.no_gradients(queries, keys)
         start = start if dq is None else start._replace(q=dq)
         limits = {"window": ring.window, "scale": ring.scale}
         found = blocks.add_gradients(start, pairs, queries, result, keys, **limits)
-        return found.q, [_join(x, k, jnp.float32) for x in (found.k, found.v)]
+        return found.q, (_join(found.k, k, jnp.float32), _join(found.v, v, jnp.float32))
 
-    hops, others = ring.hops(q.shape[1]), (k, v)
-    dq, home = add(None, k, v, hops[0])
+    hops, pair = ring.hops(q.shape[1]), (k, v)
+    dq, home = add(None, pair, hops[0])
     away = None
     for before, hop in pairwise(hops):
-        others = ring.send(others, hop.shift - before.shift)
+        pair = ring.send(pair, hop.shift - before.shift)
         arrived = None if away is None else ring.send(away, hop.shift - before.shift)
-        dq, here = add(dq, *others, hop)
+        dq, here = add(dq, pair, hop)
         away = here if arrived is None else jax.tree.map(jnp.add, arrived, here)
     if away is not None:
         back = ring.send(away, ring.num_ranks - hops[-1].shift)

@@ -111,8 +111,6 @@ def _all(config: Config, sizes: Sizes) -> Iterator[_Sent]:
         for leaf in placed:
             yield from _unit_traffic(config, leaf, num_microbatches(config.train, sizes))
     if sizes["sequence"] > 1:
-        positions = _local_positions(config, sizes)
-        yield _over_sequence("segment ids", "all_gather", "int32", 1, positions, config, sizes)
         yield from {"ulysses": _ulysses, "ring": _ring}[config.parallel.context](config, sizes)
     yield from _experts(config, sizes)
     yield from _balance(config, num_microbatches(config.train, sizes))

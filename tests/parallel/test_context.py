@@ -45,13 +45,13 @@ def on_ranks(method, num_ranks, mesh, *, window, segmented=True):
 
     def attend(q, k, v, segment_ids):
         given = {"window": window, "scale": SCALE, "num_ranks": num_ranks}
-        whole = context.whole_rows(segment_ids) if segmented else None
+        whole = segment_ids if segmented else None
         if method == "ring":
             return context.ring(q, k, v, segment_ids=whole, **given)
         given["attend"] = partial(attention, backend="blockwise")
         return context.ulysses(q, k, v, segment_ids=whole, **given)
 
-    return jax.shard_map(attend, mesh=mesh, in_specs=(POSITIONS,) * 4, out_specs=POSITIONS)
+    return jax.shard_map(attend, mesh=mesh, in_specs=(*(POSITIONS,) * 3, P()), out_specs=POSITIONS)
 
 
 def value_and_gradients(attend, q, k, v, d_out, segment_ids):
@@ -184,25 +184,21 @@ def test_all_to_alls_send_what_the_formula_says(num_ranks, heads, copies, mesh_o
     sent = 2 * elements * (num_ranks - 1) / num_ranks
     assert forward["all_to_all", "bfloat16"] == (3, sent)
     assert both["all_to_all", "bfloat16"] == (6, 2 * sent)
-    # The ids of the row's documents, and nothing else.
-    assert forward.keys() == {("all_to_all", "bfloat16"), ("all_gather", "int32")}
-    assert both.keys() == forward.keys()
+    assert forward.keys() == both.keys() == {("all_to_all", "bfloat16")}
 
 
 @pytest.mark.parametrize(("window", "num_hops"), [(None, 3), (11, 3), (6, 2), (1, 0)])
 def test_a_ring_sends_keys_and_values_and_their_gradients_behind_them(window, num_hops, mesh_of):
     """A window of one piece and one more reaches into the neighbours' pieces only."""
     forward, both = traced("ring", 4, mesh_of(sequence=4), (4, 2), window)
-    (ids,) = (v for (kind, _), v in forward.items() if kind == "all_gather")
-    assert ids == (1, 3.0 * 4 * 2 * 10)
     elements = num_hops * 2 * 10 * 2 * 4
     once = (2 * num_hops, 2.0 * 2 * elements)
     twice_and_gradients = (2 * once[0], 2 * once[1]), (2 * num_hops, 2.0 * 4 * elements)
     kinds = [("permute", "bfloat16"), ("permute", "float32")]
     if num_hops == 0:
-        assert forward.keys() == both.keys() == {("all_gather", "int32")}
+        assert forward == both == {}
         return
-    assert forward == {kinds[0]: once, ("all_gather", "int32"): ids}
+    assert forward == {kinds[0]: once}
     assert [both[kind] for kind in kinds] == list(twice_and_gradients)
 
 
@@ -216,7 +212,7 @@ def test_a_ring_keeps_its_inputs_its_result_and_the_normaliser_and_branches_nowh
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull))
     blocks_of_a_rank, size = 4, 3
     normalisers = 4 * num_ranks * blocks_of_a_rank * rows * heads * size
-    assert kept == sum(x.nbytes for x in (q, q, k, v)) + normalisers + num_ranks * ids.nbytes
+    assert kept == sum(x.nbytes for x in (q, q, k, v)) + normalisers + ids.nbytes
     whole = jax.make_jaxpr(lambda *x: jax.vjp(lambda *y: mapped(*y, ids), *x[:3])[1](x[3]))
     program = whole(q, k, v, d_out)
     assert jaxpr.conditionals(program) == jaxpr.unbounded_loops(program) == []
