@@ -67,6 +67,15 @@ CASES = QUICK | {
         RING | FSDP | {"reshard": "step"},
         train={"recompute": "attention"},
     ),
+    "pipeline2_ulysses2_expert2_folded": case(
+        {"pipeline": 2, "expert": 2, "sequence": 2}, FOLDED, microbatch=2, model=WINDOWS
+    ),
+    "pipeline2_ring2_hsdp_empty_place": case(
+        {"pipeline": 2, "fsdp": 2, "sequence": 2},
+        RING | FSDP,
+        microbatch=2,
+        model={"num_layers": 4},
+    ),
     "ulysses2_uniform_routes": case(
         {"expert": 2, "sequence": 2}, FOLDED, router={"assignment": "uniform"}
     ),
@@ -167,7 +176,11 @@ def test_values_of_padding_change_nothing(name, program_of, steps):
 
 @pytest.mark.parametrize(
     "name",
-    ["ring2_fsdp2_expert2", pytest.param("ulysses4_expert2_folded", marks=pytest.mark.matrix)],
+    [
+        "ring2_fsdp2_expert2",
+        pytest.param("ulysses4_expert2_folded", marks=pytest.mark.matrix),
+        pytest.param("pipeline2_ulysses2_expert2_folded", marks=pytest.mark.matrix),
+    ],
 )
 def test_an_evaluation_is_the_training_loss_without_drops(name, program_of):
     program = program_of(CASES[name])
