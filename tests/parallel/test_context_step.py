@@ -14,6 +14,7 @@ from olmo_jax.config.records import WindowConfig
 from olmo_jax.data.batch import IGNORED
 from olmo_jax.data.layout import lay_out
 from olmo_jax.plan.static_sizes import padded_length
+from olmo_jax.program import jaxpr
 from tests import cases
 from tests.parallel.test_agreement import (
     AUXILIARY_X1000,
@@ -22,6 +23,7 @@ from tests.parallel.test_agreement import (
     assert_replicas_agree,
     first_step,
 )
+from tests.train.test_precision import check_against_fp32
 from tests.train.test_step import smallest_margin
 
 RING, FOLDED, FSDP = {"context": "ring"}, {"fold_sequence": True}, {"method": "fsdp"}
@@ -191,6 +193,28 @@ def test_an_evaluation_is_the_training_loss_without_drops(name, program_of):
         parts["ce_sum"] / parts["counted"], expected.cross_entropy, rtol=1e-5
     )
     assert parts["counted"] == ((BATCH.labels != IGNORED) & BATCH.real).sum()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", QUICK)
+def test_a_step_branches_nowhere_and_adds_no_float_to_a_place_twice(name, program_of):
+    program = program_of(CASES[name])
+    step = jaxpr.live(program.jitted.trace(*program.abstract_arguments()).jaxpr)
+    assert jaxpr.conditionals(step) == jaxpr.unbounded_loops(step) == []
+    assert jaxpr.scatter_adds(step) == jaxpr.callbacks(step) == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("parallel", [FOLDED, RING], ids=["ulysses_folded", "ring"])
+def test_bf16_gradients_are_as_close_to_fp32_as_those_of_whole_rows(parallel, program_of):
+    """As close as `tests/train/test_precision.py` has it for eight devices and for one."""
+    config = cases.tiny(
+        {"expert": 2, "sequence": 4},
+        parallel=parallel,
+        global_batch=32,
+        model={"dtype": "bfloat16"},
+    )
+    check_against_fp32(program_of(config), cases.unkind_batch(0, rows=32), 0.06)
 
 
 @pytest.mark.parametrize("context", ["ulysses", "ring"])
