@@ -11,7 +11,7 @@ from olmo_jax.config.records import Config
 from olmo_jax.mesh.rules import STACKED, STAGED, Placed, axes_used, place
 from olmo_jax.plan.parameters import ParameterShape, parameter_shapes
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "bool": 1}
 
 
 class Leaf(NamedTuple):
