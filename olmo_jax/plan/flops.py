@@ -243,9 +243,7 @@ def _executed(config: Config, sizes: Mapping[str, int]) -> dict[str, Flops]:
         }
     )
     again = recomputed(config)
-    more.update(
-        _computed_again(model, again, run.layers(), tokens=tokens, pairs=pairs, rows=rows)
-    )
+    more.update(_computed_again(model, again, run.layers(), tokens=tokens, pairs=pairs, rows=rows))
     if "head_normaliser" in again:
         more["head"] += parts["head"].forward
     return {kind: part + Flops(backward=more[kind]) for kind, part in parts.items()}
@@ -267,7 +265,9 @@ def step_flops(
     train = config.train
     # Each pipeline rank does its part of every microbatch: as much as all of every P-th.
     times = num_microbatches(train, sizes) * train.microbatch // sizes["pipeline"]
-    return {kind: part * times for kind, part in useful(config.model, train.sequence_length).items()}
+    return {
+        kind: part * times for kind, part in useful(config.model, train.sequence_length).items()
+    }
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:

@@ -1,4 +1,4 @@
-"""What a block's backward pass needs of its forward, by name and shape; what a pipeline's slots hold.
+"""What a block keeps for its backward pass, by name and shape, and what a pipeline's slots hold.
 
 No jax. Tests hold the shapes to what autodiff keeps.
 """

@@ -10,8 +10,8 @@ from olmo_jax.config.messages import listing
 from olmo_jax.config.records import OptimConfig
 from olmo_jax.mesh.axes import DENSE_DATA_AXES, num_devices_wanted, resolve
 from olmo_jax.plan.flops import step_flops
-from olmo_jax.plan.passes import num_ticks
 from olmo_jax.plan.parameters import active_parameters, parameter_shapes, total_parameters
+from olmo_jax.plan.passes import num_ticks
 from olmo_jax.plan.residuals import num_slots, peak_live, slot_bytes
 from olmo_jax.plan.static_sizes import num_microbatches
 
