@@ -15,7 +15,8 @@ from olmo_jax.config.residuals import kept
 from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES
 from olmo_jax.mesh.rules import METHODS, Cuts, axes_used, cuts, replica_axes
 from olmo_jax.plan.passes import Passes, microbatch_tokens, passes
-from olmo_jax.plan.placed import ITEM_BYTES, Leaf, leaves, parts
+from olmo_jax.plan.placed import Leaf, leaves, parts
+from olmo_jax.plan.static_sizes import ITEM_BYTES
 
 Kind = Literal["all_gather", "reduce_scatter", "reduce", "max", "permute"]
 

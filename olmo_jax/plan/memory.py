@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from olmo_jax.config.records import Config
 from olmo_jax.mesh.rules import METHODS
-from olmo_jax.plan.placed import ITEM_BYTES, Leaf, leaves
+from olmo_jax.plan.placed import Leaf, leaves
+from olmo_jax.plan.static_sizes import ITEM_BYTES
 
 Sizes = Mapping[str, int]
 

@@ -11,8 +11,14 @@ from olmo_jax.config.layers import body_grid, is_routed
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
 from olmo_jax.plan.passes import microbatch_tokens, passes
-from olmo_jax.plan.placed import ITEM_BYTES
-from olmo_jax.plan.static_sizes import block_size, capacity, num_microbatches, pieces, received_rows
+from olmo_jax.plan.static_sizes import (
+    ITEM_BYTES,
+    block_size,
+    capacity,
+    num_microbatches,
+    pieces,
+    received_rows,
+)
 
 Sizes = Mapping[str, int]
 
