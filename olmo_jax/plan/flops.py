@@ -14,7 +14,7 @@ Differs: there the gains and biases of attention and the final norm count as 6 e
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,14 +22,14 @@ from olmo_jax.config.layers import is_routed, window_of
 from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.config.residuals import recomputed
 from olmo_jax.config.rules import PIECES
-from olmo_jax.mesh.axes import expert_model_axes
+from olmo_jax.mesh.axes import num_expert_ranks
+from olmo_jax.plan.passes import microbatch_tokens, passes, row_positions
 from olmo_jax.plan.static_sizes import (
     CPU_TILE,
     EMBEDDING_TILE,
     block_size,
     capacity,
     num_microbatches,
-    padded_length,
     pieces,
     received_rows,
     ring_hops,
@@ -119,6 +119,22 @@ def _layer(
     }
 
 
+def _of_layers(
+    model: ModelConfig,
+    runs: Iterable[tuple[int, int]],
+    *,
+    tokens: int,
+    pairs: Callable[[int | None], int],
+    rows: int,
+) -> dict[str, Flops]:
+    """Return the FLOPs of the layers of `runs`, each as often as it says, by kind of product."""
+    sums: dict[str, Flops] = {}
+    for layer, times in runs:
+        for kind, part in _layer(model, layer, tokens, pairs, rows).items():
+            sums[kind] = sums.get(kind, Flops()) + part * times
+    return sums
+
+
 def components(
     model: ModelConfig, *, tokens: int, pairs: Callable[[int | None], int], rows: int
 ) -> dict[str, Flops]:
@@ -128,10 +144,9 @@ def components(
     `tokens`, `rows` the rows that pass a layer's routed experts: with the useful numbers this is
     useful work, with those of a program (all pairs of its blocks, whole tiles) what that executes.
     """
-    layers = [_layer(model, i, tokens, pairs, rows) for i in range(model.num_layers)]
-    kinds = dict.fromkeys(kind for layer in layers for kind in layer)
-    sums = {kind: sum((layer.get(kind, Flops()) for layer in layers), Flops()) for kind in kinds}
-    return sums | {"head": head(model, tokens)}
+    runs = ((layer, 1) for layer in range(model.num_layers))
+    layers = _of_layers(model, runs, tokens=tokens, pairs=pairs, rows=rows)
+    return layers | {"head": head(model, tokens)}
 
 
 def useful(model: ModelConfig, sequence_length: int) -> dict[str, Flops]:
@@ -157,6 +172,7 @@ def _expert_rows(config: Config, tokens: int, num_ranks: int) -> int:
 def _computed_again(
     model: ModelConfig,
     again: Collection[str],
+    runs: Iterable[tuple[int, int]],
     *,
     tokens: int,
     pairs: Callable[[int | None], int],
@@ -182,8 +198,8 @@ def _computed_again(
         outer = matmul(count, hidden, width).forward if f"{name}_output" in again else 0
         return inner + (outer if output else 0)
 
-    total: Counter[str] = Counter()
-    for layer in range(model.num_layers):
+    def one(layer: int) -> Counter[str]:
+        total: Counter[str] = Counter()
         for name, out in heads.items():
             if name in again:
                 total["attention_projections"] += matmul(tokens, width, out).forward
@@ -195,45 +211,54 @@ def _computed_again(
             total["attention_scores"] += scores // 2
         if not is_routed(model, layer):
             total["dense_mlp"] += gated("mlp", model.dense_hidden, tokens, output=read_by_norm)
-            continue
+            return total
         if "router_logits" in again:
             total["router"] += router(model, tokens).forward
         total["routed_experts"] += gated("expert", model.expert_hidden, rows, output=True)
         total["shared_expert"] += gated("shared", model.shared_hidden, tokens, output=read_by_norm)
-    return total
+        return total
+
+    sums: Counter[str] = Counter()
+    for layer, times in runs:
+        sums.update({kind: times * flops for kind, flops in one(layer).items()})
+    return sums
 
 
 @cache
 def _ring_pairs_count(piece: int, num_ranks: int, window: int | None) -> int:
     """Return how many pairs of blocks one rank computes in all hops of a ring."""
     own, *others = ring_hops(piece, num_ranks, window)
-    return (
-        len(own.across) + 2 * len(own.within) + sum(len(h.across) + len(h.within) for h in others)
+    pairs_of_others = sum(len(hop.across) + len(hop.within) for hop in others)
+    return len(own.across) + 2 * len(own.within) + pairs_of_others
+
+
+def _head_pairs(config: Config, sizes: Mapping[str, int], window: int | None) -> int:
+    """Return the (head, query, key) of one row that one device computes, whole blocks of them."""
+    heads, ranks, positions = (
+        config.model.num_heads,
+        sizes["sequence"],
+        row_positions(config, sizes),
     )
-
-
-def _head_pairs(config: Config, length: int, num_ranks: int, window: int | None) -> int:
-    """Return the (head, query, key) of one row of `length` that one of `num_ranks` computes."""
-    heads, is_ring = config.model.num_heads, config.parallel.context == "ring"
-    if num_ranks > 1 and is_ring:
-        piece = length // (num_ranks * PIECES["ring"])
-        return heads * _ring_pairs_count(piece, num_ranks, window) * block_size(piece) ** 2
-    return heads // num_ranks * block_pairs_count(length, window) * block_size(length) ** 2
+    if ranks > 1 and config.parallel.context == "ring":
+        piece = positions // PIECES["ring"]
+        return heads * _ring_pairs_count(piece, ranks, window) * block_size(piece) ** 2
+    length = ranks * positions
+    return heads // ranks * block_pairs_count(length, window) * block_size(length) ** 2
 
 
 def _executed(config: Config, sizes: Mapping[str, int]) -> dict[str, Flops]:
-    """Return what one device multiplies for one microbatch."""
-    model, train, ranks = config.model, config.train, sizes["sequence"]
-    length = padded_length(train.sequence_length, config.parallel.context, ranks)
-    tokens = train.microbatch * length // ranks
+    """Return what one device multiplies in a step."""
+    model, train, run = config.model, config.train, passes(config, sizes)
+    tokens = microbatch_tokens(config, sizes)
 
     def pairs(window: int | None) -> int:
-        return train.microbatch * _head_pairs(config, length, ranks, window)
+        return train.microbatch * _head_pairs(config, sizes, window)
 
-    expert_axes = expert_model_axes(fold_sequence=config.parallel.fold_sequence)
-    rows = _expert_rows(config, tokens, math.prod(sizes[axis] for axis in expert_axes))
-    parts = components(model, tokens=tokens, pairs=pairs, rows=rows)
-    parts["head"] = head(model, pieces(tokens, train.head_chunk_tokens).total)
+    ranks = num_expert_ranks(sizes, fold_sequence=config.parallel.fold_sequence)
+    rows = _expert_rows(config, tokens, ranks)
+    parts = _of_layers(model, run.layers(), tokens=tokens, pairs=pairs, rows=rows)
+    head_rows = run.num_last * pieces(run.head_tokens, train.head_chunk_tokens).total
+    parts["head"] = head(model, head_rows)
     # The cotangents of a tile, sorted by token, times the matrix of which tokens are equal.
     tile = pieces(tokens, EMBEDDING_TILE)
     parts["embedding"] = Flops()
@@ -241,11 +266,12 @@ def _executed(config: Config, sizes: Mapping[str, int]) -> dict[str, Flops]:
         {
             "attention_scores": parts["attention_scores"].forward // 2,
             "head": parts["head"].forward,
-            "embedding": 2 * tile.total * tile.size * model.d_model,
+            "embedding": run.num_first * 2 * tile.total * tile.size * model.d_model,
         }
     )
-    more.update(_computed_again(model, recomputed(config), tokens=tokens, pairs=pairs, rows=rows))
-    if "head_normaliser" in recomputed(config):
+    again = recomputed(config)
+    more.update(_computed_again(model, again, run.layers(), tokens=tokens, pairs=pairs, rows=rows))
+    if "head_normaliser" in again:
         more["head"] += parts["head"].forward
     return {kind: part + Flops(backward=more[kind]) for kind, part in parts.items()}
 
@@ -258,13 +284,15 @@ def step_flops(
     `executed` counts what its program multiplies, by the backends that a CPU has: whole blocks of
     attention, whole tiles and unused visits of the routed experts' full buffers, padded chunks of
     the head; in the backward pass the scores and the logits again, and the sums that make the
-    embedding's gradient; and what `train.recompute` has it compute again.
+    embedding's gradient; and what `train.recompute` has it compute again. Under a pipeline it does
+    so in every tick, idle or not, and in empty places too.
     """
-    train = config.train
-    times = num_microbatches(train, sizes)
     if executed:
-        return {kind: part * times for kind, part in _executed(config, sizes).items()}
-    rows = times * train.microbatch
+        return _executed(config, sizes)
+    train = config.train
+    # Each pipeline rank does its part of every microbatch: as much as all of every P-th. And each
+    # rank of a row its part of the row.
+    rows = num_microbatches(train, sizes) * train.microbatch // sizes["pipeline"]
     one_row = useful(config.model, train.sequence_length)
     return {kind: part * rows // sizes["sequence"] for kind, part in one_row.items()}
 

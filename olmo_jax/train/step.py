@@ -5,7 +5,6 @@ the FP32 shard that this device updates, and the updated weights go back to wher
 What moves in every microbatch does so in `accumulate`. Control flow never depends on data.
 """
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
 from olmo_jax.data.batch import Batch
-from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES, expert_model_axes
+from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES, expert_model_axes, num_expert_ranks
 from olmo_jax.model.balance import bias_update
 from olmo_jax.model.moe import RouterSums
 from olmo_jax.model.objective import Divisors, count, divide
@@ -56,11 +55,11 @@ def routed_mlp(
 
 
 def _routed(config: Config, sizes: Mapping[str, int], *, training: bool) -> Any:
-    axes = expert_model_axes(fold_sequence=config.parallel.fold_sequence)
+    fold = config.parallel.fold_sequence
     group: dict[str, Any] = {
         "num_experts": config.model.num_experts,
-        "axis": axes,
-        "num_ranks": math.prod(sizes[axis] for axis in axes),
+        "axis": expert_model_axes(fold_sequence=fold),
+        "num_ranks": num_expert_ranks(sizes, fold_sequence=fold),
     }
 
     def routed(

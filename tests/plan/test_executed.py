@@ -90,9 +90,7 @@ CONFIGS = {
     ),
     "a ring, windows, pieces of three blocks, attention recomputed": Config(
         mesh=MeshConfig(sequence=4),
-        model=MODEL.model_copy(
-            update={"num_layers": 5, "windows": WindowConfig(pattern=(700, -1))}
-        ),
+        model=MODEL.model_copy(update={"windows": WindowConfig(pattern=(700, -1))}),
         parallel=ParallelConfig(context="ring"),
         train=TrainConfig(global_batch=1, sequence_length=4120, recompute="attention"),
     ),
