@@ -55,8 +55,9 @@ quickstart: .venv/installed runs/quickstart-data/manifest.json
 test: .venv/installed
 	@$(BIN)/python $(PYTEST) -m "not matrix"
 
+# The matrices share little, and a file of them may be longer than all others together.
 verify: .venv/installed
-	@$(BIN)/python $(PYTEST) -m matrix
+	@$(BIN)/python $(PYTEST) --dist worksteal -m matrix
 
 format: .venv/installed
 	@$(BIN)/ruff format .

@@ -151,10 +151,8 @@ OTHERS = {
         {"pipeline": 2, "expert": 2},
         {"parallel": {"pipeline_schedule": "gpipe"}, "chunks": 2},
     ),
-    "1f1b": ({"pipeline": 4}, {"parallel": {"pipeline_schedule": "1f1b"}}),
     "groups_of_one": ({"pipeline": 4, "data": 2}, {"microbatch": 2, "global_batch": 16}),
     "block": ({"pipeline": 2, "expert": 2}, {"train": {"recompute": "block"}}),
-    "experts": ({"pipeline": 2, "expert": 2}, {"train": {"recompute": "experts"}}),
     "windows": (
         {"pipeline": 2, "data": 2},
         {"model": {"windows": WindowConfig(pattern=(4, -1))}, "layers": 7},
@@ -175,10 +173,6 @@ OTHERS = {
             },
             "parallel": FSDP,
         },
-    ),
-    "balance_of_a_microbatch": (
-        {"pipeline": 2, "data": 2},
-        {"router": {"balance_weight": 0.0, "z_weight": 0.2}},
     ),
 }
 
