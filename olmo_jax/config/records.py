@@ -14,7 +14,8 @@ AtMostInt32 = Annotated[int, Field(le=INT32_MAX)]
 SmallCount = Annotated[int, Field(ge=1, le=65_536)]
 SmallNatural = Annotated[int, Field(ge=0, le=65_536)]
 # A check walks over all layers.
-Layers = Annotated[int, Field(ge=1, le=1000)]
+MOST_LAYERS = 1000
+Layers = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 # Lengths of the schedule may count tokens.
 Long = Annotated[int, Field(ge=1, le=2**63 - 1)]
 LongNatural = Annotated[int, Field(ge=0, le=2**63 - 1)]

@@ -4,10 +4,11 @@ import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from olmo_jax.config.layers import LayerPlan, layer_plan
+from olmo_jax.config.layers import layer_plan
 from olmo_jax.config.messages import divisors, listing, show, together
-from olmo_jax.config.records import INT32_MAX, Config, MeshConfig, ScheduleConfig
+from olmo_jax.config.records import INT32_MAX, MOST_LAYERS, Config, MeshConfig, ScheduleConfig
 from olmo_jax.config.residuals import NAMES
 from olmo_jax.errors import UserError
 
@@ -148,14 +149,29 @@ def pipeline_schedule(config: Config) -> Iterator[str]:
         )
     if parallel.method == "fsdp" and parallel.reshard == "after_backward":
         yield (
-            f"parallel.reshard=after_backward does not go with mesh.pipeline={ranks}: a rank has "
+            "parallel.reshard=after_backward does not go with a pipeline: a rank has "
             "microbatches in flight throughout the step, so what it keeps until after a backward "
             "it keeps until the end; use parallel.reshard=step for that, or full"
         )
 
 
-def _with_layers(config: Config, num_layers: int) -> LayerPlan:
-    return layer_plan(config.model.model_copy(update={"num_layers": num_layers}))
+def _stages_fit(config: Config, **changed: Any) -> bool:
+    """Say whether the body of a changed model is whole stages, with nothing after it."""
+    plan = layer_plan(config.model.model_copy(update=changed))
+    stages = max(config.mesh.pipeline, 1) * config.parallel.pipeline_chunks
+    return not plan.trailing and len(plan.body) >= stages * plan.period
+
+
+def _up_to(most: int) -> str:
+    return "1" if most == 1 else f"1 to {most}"
+
+
+def _fitting_layers(config: Config) -> str:
+    """Return a way out by the number of layers, if one near it fits."""
+    model = config.model
+    numbers = range(max(model.num_dense_layers + 1, model.num_layers - 8), model.num_layers + 33)
+    fitting = [n for n in numbers if n <= MOST_LAYERS and _stages_fit(config, num_layers=n)]
+    return f"model.num_layers={listing(fitting[:6])}" if fitting else ""
 
 
 def pipeline_layers(config: Config) -> Iterator[str]:
@@ -164,30 +180,36 @@ def pipeline_layers(config: Config) -> Iterator[str]:
     if ranks == 1 or any(dense_layers(config)) or any(window_sizes(config)):
         return
     plan = layer_plan(model)
+    repeats = len(plan.body) // plan.period
+    of_windows = (
+        f"model.windows.pattern={show(model.windows.pattern)} repeats every {plan.period} layers, "
+        "and a stage holds whole repeats"
+    )
     if plan.trailing:
-        numbers = range(max(model.num_dense_layers + 1, model.num_layers - 8), model.num_layers + 9)
-        fitting = [n for n in numbers if not _with_layers(config, n).trailing]
-        other = f", or model.num_layers={listing(fitting)}" if fitting else ""
+        unforced = model.windows.model_copy(update={"force_full_last": False})
+        free = "model.windows.force_full_last=false"
+        ways = (
+            [free]
+            if model.windows.force_full_last and _stages_fit(config, windows=unforced)
+            else []
+        )
+        ways += [way] if (way := _fitting_layers(config)) else []
         yield (
             f"mesh.pipeline={ranks} has no place for layer {plan.trailing[0]} of "
-            f"model.num_layers={model.num_layers}: "
-            f"model.windows.pattern={show(model.windows.pattern)} repeats every {plan.period} "
-            "layers, and a stage holds whole repeats; use "
-            f"model.windows.force_full_last=false{other}"
+            f"model.num_layers={model.num_layers}: {of_windows}; use "
+            f"{', or '.join(ways) or 'mesh.pipeline=1'}"
         )
-        return
-    periods = len(plan.body) // plan.period
-    if ranks > 0 and ranks * chunks > periods:
+    elif ranks > 0 and ranks * chunks > repeats:
+        few = f"parallel.pipeline_chunks={_up_to(repeats // ranks)}"
+        fewer = f"mesh.pipeline={_up_to(repeats)} and parallel.pipeline_chunks=1"
+        ways = [few if ranks <= repeats else fewer]
+        ways += [way] if (way := _fitting_layers(config)) else []
+        has = f"{len(plan.body)} layer{'s' * (len(plan.body) > 1)}"
         yield (
             f"mesh.pipeline={ranks} x parallel.pipeline_chunks={chunks} are {ranks * chunks} "
-            f"stages, but the body has {len(plan.body)} layers"
-            + (f", {periods} repeats of {plan.period}" if plan.period > 1 else "")
-            + "; use "
-            + (
-                f"parallel.pipeline_chunks={periods // ranks} or less"
-                if ranks <= periods
-                else f"mesh.pipeline={periods} or less and parallel.pipeline_chunks=1"
-            )
+            f"stages, but the body has {has}"
+            + (f" ({of_windows})" if plan.period > 1 else "")
+            + f"; use {', or '.join(ways)}"
         )
 
 

@@ -1,5 +1,7 @@
 """Every rule between keys fires, names key and value, and says what would be legal."""
 
+import re
+
 import pytest
 
 from olmo_jax.config import load, validate, with_mesh
@@ -42,22 +44,27 @@ WRONG = [
     ),
     (
         "mesh.pipeline=2 mesh.fsdp=2 parallel.method=fsdp parallel.reshard=after_backward",
-        "parallel.reshard=after_backward does not go with mesh.pipeline=2",
+        "parallel.reshard=after_backward does not go with a pipeline",
         "use parallel.reshard=step for that, or full",
     ),
     (
         "mesh.pipeline=2 model.windows.pattern=[8,-1] model.num_layers=6",
         "no place for layer 5 of model.num_layers=6: model.windows.pattern=[8, -1]",
-        "force_full_last=false, or model.num_layers=2, 3, 5, 7, 9, 11 or 13",
+        "a stage holds whole repeats; use model.num_layers=5, 7, 9, 11, 13 or 15",
+    ),
+    (
+        "mesh.pipeline=2 model.windows.pattern=[4,-1] model.num_dense_layers=0",
+        "no place for layer 2 of model.num_layers=4",
+        "use model.windows.force_full_last=false",
     ),
     (
         "mesh.pipeline=2 parallel.pipeline_chunks=2 model.num_layers=4",
         "mesh.pipeline=2 x parallel.pipeline_chunks=2 are 4 stages",
-        "the body has 3 layers; use parallel.pipeline_chunks=1 or less",
+        "the body has 3 layers; use parallel.pipeline_chunks=1, or model.num_layers=5, 6, 7, 8",
     ),
     (
         "mesh.pipeline=8 model.num_layers=4",
-        "8 stages, but the body has 3 layers; use mesh.pipeline=3 or less",
+        "8 stages, but the body has 3 layers; use mesh.pipeline=1 to 3 and parallel.pipeline",
     ),
     (
         "mesh.sequence=3",
@@ -240,6 +247,26 @@ WRONG = [
 
 def overrides_of(line: str) -> list[str]:
     return [SOURCES, *line.split()]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mesh.pipeline=2 model.windows.pattern=[8,-1] model.num_layers=6",
+        "mesh.pipeline=4 model.windows.pattern=[8,8,8,-1] model.num_layers=10",
+        "mesh.pipeline=2 parallel.pipeline_chunks=3",
+        "mesh.pipeline=8",
+    ],
+)
+def test_every_number_of_layers_that_a_pipeline_asks_for_is_taken(line):
+    given = overrides_of(f"{line} train.global_batch=16")
+    with pytest.raises(UserError) as raised:
+        load(None, given)
+    [listed] = re.findall(r"model\.num_layers=([\d, or]+)$", str(raised.value))
+    numbers = re.findall(r"\d+", listed)
+    assert len(numbers) >= 2
+    for number in numbers:
+        load(None, [*given, f"model.num_layers={number}"])
 
 
 @pytest.mark.parametrize(("line", "fragments"), [(line, rest) for line, *rest in WRONG])

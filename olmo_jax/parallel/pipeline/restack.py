@@ -34,7 +34,7 @@ def to_layers(
             whole = lax.all_gather(leaf, AXIS, axis=_STAGE, tiled=True, to="invarying")
         else:
             whole = lax.all_to_all(leaf, AXIS, dim + _MORE, _STAGE, tiled=True)
-        return whole.reshape(-1, *whole.shape[3:])[:num_layers]
+        return whole.reshape(math.prod(places), *whole.shape[3:])[:num_layers]
 
 
 def to_stages(
