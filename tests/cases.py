@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from olmo_jax.config.layers import EMPTY, Grid, body_grid
 from olmo_jax.config.records import (
     Config,
     MeshConfig,
@@ -28,6 +29,7 @@ from olmo_jax.model.transformer import by_period
 from olmo_jax.optim import adamw
 from olmo_jax.optim.clip import clip_coefficient
 from olmo_jax.optim.decay import decay_mask
+from olmo_jax.plan.parameters import parameter_shapes
 from olmo_jax.train.program import Program
 from olmo_jax.train.state import State, first_state, shardings
 
@@ -131,16 +133,53 @@ def weights_of(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(seed)
     return {
         name: np.float32("gain" in name) + draw.normal(0, 0.2, leaf.shape).astype(np.float32)
-        for name, leaf in program.layout.shapes[0].items()
+        for name, leaf in parameter_shapes(program.config.model).items()
     }
+
+
+def _grid_of(program: Program, name: str) -> Grid | None:
+    """Return where a pipeline has the layers of a leaf of the body."""
+    ranks, chunks = program.mesh.shape["pipeline"], program.config.parallel.pipeline_chunks
+    if ranks == 1 or not name.startswith("body."):
+        return None
+    return body_grid(program.config.model, ranks, chunks)
+
+
+def staged(program: Program, leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return leaves [layers, ...] as the program's states have them, empty places zero."""
+
+    def one(name: str, leaf: np.ndarray) -> np.ndarray:
+        grid = _grid_of(program, name)
+        if grid is None:
+            return np.asarray(leaf)
+        there = np.expand_dims(grid.layer != EMPTY, tuple(range(-leaf.ndim + 1, 0)))
+        return np.where(there, np.asarray(leaf)[grid.layer], 0).astype(leaf.dtype)
+
+    return {name: one(name, leaf) for name, leaf in leaves.items()}
+
+
+def unstaged(program: Program, leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return leaves of a state as [layers, ...], and check that empty places hold zeros."""
+
+    def one(name: str, leaf: np.ndarray) -> np.ndarray:
+        grid = _grid_of(program, name)
+        if grid is None:
+            return leaf
+        assert not leaf[grid.layer == EMPTY].any(), f"{name} is not zero in an empty place"
+        layers = np.empty((grid.num_layers, *leaf.shape[3:]), leaf.dtype)
+        layers[grid.layer[grid.layer != EMPTY]] = leaf[grid.layer != EMPTY]
+        return layers
+
+    return {name: one(name, np.array(leaf)) for name, leaf in leaves.items()}
 
 
 def state_of(program: Program, main: Mapping[str, np.ndarray], **others: Any) -> State:
     """Return a first state with these main weights; `others` replaces what else it holds."""
     abstract = jax.eval_shape(partial(first_state, program.layout))
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
+    main = staged(program, main)
     weights = {name: main[name].astype(leaf.dtype) for name, leaf in abstract.weights.items()}
-    state = zeros._replace(main=dict(main), weights=weights)._replace(**others)
+    state = zeros._replace(main=main, weights=weights)._replace(**others)
     return jax.device_put(state, shardings(program.mesh, program.specs), may_alias=False)
 
 
@@ -153,9 +192,10 @@ def gradients_of(program: Program, state: State, grad_norm: float) -> dict[str, 
     """Return the gradients of the one step that `state` has taken, read off its first moment."""
     optim = program.config.optim
     scale = float(clip_coefficient(jnp.float32(grad_norm), optim.max_grad_norm))
+    moments = unstaged(program, state.moments["mu"])
     return {
         name: np.array(leaf, np.float64) / ((1 - optim.betas[0]) * scale)
-        for name, leaf in state.moments["mu"].items()
+        for name, leaf in moments.items()
     }
 
 

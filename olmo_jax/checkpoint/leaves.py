@@ -26,7 +26,7 @@ class Key(NamedTuple):
 def stored(state: Any) -> Tree:
     """Return what is stored of a state: all but the compute weights, which `main` determines.
 
-    This and `unstored` say how a leaf lies in a checkpoint: today as it lies in the state.
+    The state is one of `Program.stored`, whose leaves no mesh has divided.
     """
     tree = {
         "main": state.main,
@@ -39,10 +39,10 @@ def stored(state: Any) -> Tree:
     return {role: dict(leaves) for role, leaves in tree.items() if leaves}
 
 
-def unstored(tree: Tree, like: Any, weights: Mapping[str, Any]) -> Any:
-    """Return the state of a restored tree; `like` is a state of the same kind."""
+def unstored(tree: Tree, like: Any) -> Any:
+    """Return the state of a restored tree, without compute weights; `like` is of the same kind."""
     return like._replace(
-        weights=dict(weights),
+        weights={},
         main=tree["main"],
         moments={"mu": tree["mu"], "nu": tree["nu"], "count": tree["counters"]["moments"]},
         router_bias=tree.get("router_bias", {}),

@@ -78,9 +78,10 @@ class Checkpoints:
     def save(
         self, state: Any, position: Position, *, config: Config, facts: Mapping[str, str]
     ) -> None:
-        """Write a checkpoint; return once the next step may have the state's buffers.
+        """Write a checkpoint; return once the next step may have the buffers.
 
-        The write goes on behind. What stops it is raised here at the next save, or by `wait`.
+        `state` is one of `Program.stored`. The write goes on behind. What stops it is raised here
+        at the next save, or by `wait`.
 
         Raises: UserError if this or the last write is refused, or if weights or moments are not
             finite; what was whole before stays.
@@ -171,7 +172,7 @@ class Checkpoints:
         """
         self.wait()
         saved = read_saved(self._run_dir, step)
-        like = program.abstract_arguments()[0]
+        like = program.abstract_stored()
         wanted = flat(stored(like))
         asked = {key: _with_saved_window(key, leaf, saved) for key, leaf in wanted.items()}
         roles = tuple({key.role for key in [*wanted, *saved.leaves]})
@@ -180,7 +181,7 @@ class Checkpoints:
         window = like.history["losses"].shape[0]
         if tree["history"]["losses"].shape[0] != window:
             tree["history"] = _placed(resized(tree["history"], window), like.history)
-        return unstored(tree, like, program.rebuild(tree["main"])), saved
+        return program.restored(unstored(tree, like)), saved
 
 
 def _with_saved_window(key: Key, leaf: jax.ShapeDtypeStruct, saved: Saved) -> jax.ShapeDtypeStruct:

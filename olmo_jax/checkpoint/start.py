@@ -52,7 +52,7 @@ def refuse_start(program: Any) -> None:
 def initial_weights(
     path: str | os.PathLike[str], program: Any
 ) -> tuple[Leaves, Leaves, Leaves | None]:
-    """Return main weights, router bias and moments (None unless asked for) from `path`.
+    """Return main weights, router bias and moments (None unless asked for) as `path` has them.
 
     A run folder gives its last checkpoint, or the one that `path` is; a Hugging Face folder has
     neither moments nor router bias, which then starts at zero.
@@ -94,7 +94,7 @@ def _roles(program: Any) -> tuple[str, ...]:
 
 def _wanted(program: Any) -> dict[Key, Any]:
     """Return the leaves that are read of another run, as `program` lays them out."""
-    leaves, roles = flat(stored(program.abstract_arguments()[0])), _roles(program)
+    leaves, roles = flat(stored(program.abstract_stored())), _roles(program)
     return {key: leaf for key, leaf in leaves.items() if key.role in roles}
 
 
@@ -111,7 +111,7 @@ def _from_huggingface(folder: Path, program: Any) -> tuple[Leaves, Leaves, None]
     _refuse_moments(folder, program)
     _, params = huggingface.load(folder)
     _check(folder, params, program)
-    like = program.abstract_arguments()[0]
+    like = program.abstract_stored()
     main = {name: _put(np.asarray(params[name]), leaf) for name, leaf in like.main.items()}
     router_bias = {
         name: _put(np.asarray(params.get(name, np.zeros(leaf.shape, leaf.dtype))), leaf)
@@ -122,7 +122,7 @@ def _from_huggingface(folder: Path, program: Any) -> tuple[Leaves, Leaves, None]
 
 def _check(folder: os.PathLike[str], found: Mapping[str, Any], program: Any) -> None:
     """Compare a folder's leaves, arrays or shapes, with the program's."""
-    like = program.abstract_arguments()[0]
+    like = program.abstract_stored()
     there = {name: list(leaf.shape) for name, leaf in found.items()}
     asked = {name: list(leaf.shape) for name, leaf in like.main.items()}
     # A selection bias that the folder lacks starts at zero.

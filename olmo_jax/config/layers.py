@@ -90,6 +90,10 @@ class Grid(NamedTuple):
     def num_places(self) -> int:
         return self.layer.size
 
+    def model_layers(self, plan: LayerPlan) -> Int32[np.ndarray, "chunks ranks places"]:
+        """Return the same as numbers of the model's layers."""
+        return np.where(self.layer == EMPTY, EMPTY, self.layer + plan.body[0]).astype(np.int32)
+
     @property
     def waste(self) -> int:
         """Return how many places are empty, in all ranks and chunks together."""
@@ -107,6 +111,12 @@ def grid(num_layers: int, ranks: int, chunks: int, *, period: int = 1) -> Grid:
     layer = np.arange(stages * places, dtype=np.int32)
     layer[num_layers:] = EMPTY
     return Grid(layer.reshape(chunks, ranks, places), num_layers)
+
+
+def body_grid(model: ModelConfig, ranks: int, chunks: int) -> Grid:
+    """Return where each layer of the model's body goes."""
+    plan = layer_plan(model)
+    return grid(len(plan.body), ranks, chunks, period=plan.period)
 
 
 def least_waste(num_layers: int, ranks: int, *, period: int = 1) -> tuple[int, ...]:

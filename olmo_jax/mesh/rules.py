@@ -32,15 +32,18 @@ class Method:
     keeps_weights: bool
 
 
-_EXPERTS = {"experts": ("expert",)}
+_COMPUTE = {"stages": ("pipeline",), "experts": ("expert",)}
 
 METHODS = {
-    "ddp": Method(_EXPERTS, resident=(), main=AXES, keeps_weights=True),
-    "fsdp": Method(_EXPERTS, resident=("fsdp", "expert", "sequence"), main=(), keeps_weights=False),
+    "ddp": Method(_COMPUTE, resident=(), main=AXES, keeps_weights=True),
+    "fsdp": Method(_COMPUTE, resident=("fsdp", "expert", "sequence"), main=(), keeps_weights=False),
 }
 
 STACKED = "layers"
 """The logical dim that is scanned: what is gathered at every use cannot be divided along it."""
+
+STAGED = ("chunks", "stages", STACKED)
+"""What stands in its place if a pipeline divides the layers: [chunks, ranks, a stage's places]."""
 
 BATCH = P(None, DENSE_DATA_AXES, "sequence")
 """A step's batch, [microbatches, B, L]."""
@@ -166,10 +169,23 @@ def place(
     """Return the specs of the leaf `name`."""
     rules = METHODS[method]
     compute = compute_spec(name, shape, dims, rules.compute, sizes)
-    stacked = [d for d, dim in enumerate(dims) if dim == STACKED]
+    stacked = [d for d, dim in enumerate(dims) if dim in STAGED]
     resident = further_spec(shape, compute, rules.resident, sizes, untouched=stacked)
-    main = further_spec(shape, resident, rules.main, sizes) if shard_optimizer else resident
+    if not shard_optimizer:
+        return Placed(compute, resident, resident)
+    # A checkpoint has the layers of all stages in one dim, so there nothing else divides them.
+    untouched = stacked if "stages" in dims else ()
+    main = further_spec(shape, resident, rules.main, sizes, untouched=untouched)
     return Placed(compute, resident, main)
+
+
+def layers_spec(shape: Sequence[int], staged: P, sizes: Sizes) -> P:
+    """Return the spec of a staged leaf as [layers, ...], where `pipeline` divides another dim.
+
+    `shape` is that of the result. Where no dim takes it, the leaf is repeated over `pipeline`.
+    """
+    rest = P(None, *staged[len(STAGED) :])
+    return further_spec(shape, rest, ("pipeline",), sizes, untouched=(0,))
 
 
 Cuts = tuple[tuple[int, tuple[str, ...]], ...]

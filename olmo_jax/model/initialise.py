@@ -3,15 +3,16 @@
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
+from olmo_jax.config.layers import EMPTY
 from olmo_jax.config.records import ModelConfig
 
 Kind = Literal[
@@ -62,33 +63,43 @@ def _sample(
 
 @dataclass(frozen=True)
 class Initialiser:
-    """Makes the leaves of one block, or of all that `layers` names, stacked along a leading dim.
+    """Makes the leaves of one block, or of many that are stacked along leading `dims`.
 
-    `layers` is empty for what belongs to no layer (embedding and head).
+    `layers` are their numbers, shaped like these dims; no number belongs to no layer (embedding and
+    head). Where one is `EMPTY` there are zeros.
     """
 
     key: Key[Array, ""]
     model: ModelConfig
     prefix: str = ""
-    layers: tuple[int, ...] = ()
-    stacked: bool = False
+    layers: Int[np.ndarray, "..."] = field(default_factory=lambda: np.array(0))
+    dims: tuple[str, ...] = ()
 
     def inside(self, name: str) -> "Initialiser":
         """Return the initialiser of a submodule called `name`."""
-        return Initialiser(self.key, self.model, f"{self.prefix}{name}.", self.layers, self.stacked)
+        return replace(self, prefix=f"{self.prefix}{name}.")
 
     def _values(
         self, name: str, shape: tuple[int, ...], kind: Kind, fan_in: int
-    ) -> Float[Array, "layers ..."]:
+    ) -> Float[Array, "*stacked_and_shape"]:
         """Return the leaf for each layer: one threefry key a layer, whatever is stacked with it."""
-        layers = self.layers or (0,)
-        if kind in ("ones", "zeros"):
-            return jnp.full((len(layers), *shape), float(kind == "ones"), jnp.float32)
         key = jax.random.fold_in(self.key, zlib.crc32(f"{self.prefix}{name}".encode()))
         truncated = not (kind == "embedding" and self.model.init.method != "normal")
-        std = jnp.array([standard_deviation(self.model, kind, i, fan_in) for i in layers])
-        draw = partial(_sample, shape=shape, truncated=truncated)
-        return jax.vmap(draw)(jax.vmap(partial(jax.random.fold_in, key))(jnp.array(layers)), std)
+
+        def draw(layer: Array, std: Array) -> Float[Array, "..."]:
+            if kind in ("ones", "zeros"):
+                return jnp.full(shape, float(kind == "ones"), jnp.float32)
+            return _sample(jax.random.fold_in(key, layer), std, shape, truncated=truncated)
+
+        for _ in self.dims:
+            draw = jax.vmap(draw)
+        numbers = np.maximum(self.layers, 0)
+        stds = [standard_deviation(self.model, kind, int(i), fan_in) for i in numbers.flat]
+        values = draw(jnp.asarray(numbers), jnp.array(stds).reshape(numbers.shape))
+        if (self.layers != EMPTY).all():
+            return values
+        there = np.expand_dims(self.layers != EMPTY, tuple(range(-len(shape), 0)))
+        return jnp.where(there, values, 0)
 
     def __call__(
         self,
@@ -102,6 +113,4 @@ class Initialiser:
     ) -> nnx.Variable:
         """Return the float32 leaf `name`, its logical dims kept as metadata `dims`."""
         values = self._values(name, tuple(shape), kind, fan_in)
-        if self.stacked:
-            return variable(values, dims=("layers", *dims))
-        return variable(values[0], dims=tuple(dims))
+        return variable(values, dims=(*self.dims, *dims))

@@ -17,6 +17,7 @@ from olmo_jax.model.transformer import (
     forward,
     head_input,
     head_units,
+    walk,
 )
 from olmo_jax.ops.cross_entropy import cross_entropy
 
@@ -66,13 +67,22 @@ def batch_sums(
     training: bool,
 ) -> Sums:
     """Run the model on one microbatch; `params` are as `forward` takes them."""
-    model = config.model
-    hidden, router = forward(
-        model, params, batch, placement, step=step, seed=config.seed, training=training
-    )
-    head = placement.recomputed(partial(_head_sums, config, placement))
-    entropy, z = head(head_units(model, params), hidden, labels_that_count(batch))
+    way = walk(config.model, batch, placement, step=step, seed=config.seed, training=training)
+    hidden, router = forward(way, params, batch.tokens)
+    entropy, z = leave(config, params, hidden, labels_that_count(batch), placement)
     return Sums(entropy, z, router)
+
+
+def leave(
+    config: Config,
+    params: dict[str, Any],
+    hidden: Float[Array, "B L D"],
+    labels: Int32[Array, "B L"],
+    placement: Placement,
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """Return the sums of cross entropy and z-loss over the labels that are not -100."""
+    head = placement.recomputed(partial(_head_sums, config, placement))
+    return head(head_units(config.model, params), hidden, labels)
 
 
 def _head_sums(
@@ -173,7 +183,8 @@ def apply(
     batch = _plain_batch(tokens, jnp.full(tokens.shape, IGNORED), segment_ids)
     exact = config.model_copy(update={"dtype": "float32"})
     stored, step = by_period(exact, params), jnp.int32(0)
-    hidden, _ = forward(exact, stored, batch, ONE_DEVICE, step=step, seed=0, training=False)
+    way = walk(exact, batch, ONE_DEVICE, step=step, seed=0, training=False)
+    hidden, _ = forward(way, stored, batch.tokens)
     normed, weight = head_input(exact, head_units(exact, stored), hidden, ONE_DEVICE)
     return jnp.matmul(normed, weight)
 

@@ -59,12 +59,13 @@ def keep_everything(function: Callable[..., Any], *, scanned: bool = False) -> C
 class Placement:
     """The functions that differ between one device and a mesh.
 
-    `read` turns a unit (embedding, one block, head) as stored into weights typed float32.
+    `read` turns a unit (embedding, one block, head) as stored into weights typed float32; what they
+    are used on passes through it.
     `recomputed` wraps a unit's function: it says what backward keeps and what it computes again.
     `over_sequence` sums counts over the ranks that share a row, `over_data` over all data ranks.
     """
 
-    read: Callable[[Tree], Tree]
+    read: Callable[[Tree, Any], tuple[Tree, Any]]
     experts: RoutedExperts
     recomputed: Recomputed
     over_sequence: Callable[[Array], Array]
@@ -102,7 +103,7 @@ def _one_expert_at_a_time(
 
 
 ONE_DEVICE = Placement(
-    read=lambda unit: unit,
+    read=lambda unit, x: (unit, x),
     experts=_one_expert_at_a_time,
     recomputed=keep_everything,
     over_sequence=lambda value: value,

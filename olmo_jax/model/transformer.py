@@ -4,22 +4,25 @@ Parameters are one flat dict from dotted names to arrays. Inside, a unit is what
 the embedding, one block, or the head; `Placement.read` turns each, as stored, into its weights.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, Key
 
-from olmo_jax.config.layers import is_routed, layer_plan, window_of
+from olmo_jax.config.layers import Grid, is_routed, layer_plan, window_of
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.data.batch import Batch
 from olmo_jax.errors import UserError
+from olmo_jax.mesh.rules import STACKED, STAGED
 from olmo_jax.model.block import Block
 from olmo_jax.model.initialise import Initialiser, RouterBias
 from olmo_jax.model.moe import RouterSums, Surroundings
@@ -65,17 +68,24 @@ class Head(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """All leaves of the model, with values that depend on (seed, name, layer) alone."""
+    """All leaves of the model, with values that depend on (seed, name, layer) alone.
 
-    def __init__(self, model: ModelConfig, key: Key[Array, ""]):
+    The body's are stacked by layer, or by chunk, stage and place if `body` divides it.
+    """
+
+    def __init__(self, model: ModelConfig, key: Key[Array, ""], body: Grid | None = None):
         plan, make = layer_plan(model), partial(Initialiser, key, model)
 
         def single(layer: int) -> Block:
-            return Block(model, make("", (layer,)), routed=is_routed(model, layer))
+            return Block(model, make("", np.array(layer)), routed=is_routed(model, layer))
 
         self.embedding = Embedding(model, make("embedding."))
         self.leading = nnx.List([single(layer) for layer in plan.leading])
-        self.body = Block(model, make("", plan.body, True), routed=is_routed(model, plan.body[0]))
+        layers, dims = np.array(plan.body), (STACKED,)
+        if body is not None:
+            layers, dims = body.model_layers(plan), STAGED
+        routed = is_routed(model, plan.body[0])
+        self.body = Block(model, make("", layers, dims), routed=routed)
         self.trailing = nnx.List([single(layer) for layer in plan.trailing])
         self.head = Head(model, make("head."))
 
@@ -84,14 +94,16 @@ def _flatten(tree: Tree) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf for path, leaf in flatten_dict(tree).items()}
 
 
-def _leaves(model: ModelConfig, key: Key[Array, ""]) -> tuple[Params, Params]:
-    _, trained, bias = nnx.split(Transformer(model, key), nnx.Param, RouterBias)
+def initialise(model: ModelConfig, seed: int, body: Grid | None = None) -> tuple[Params, Params]:
+    """Return the FP32 (parameters, router biases) of a run's first step.
+
+    With `body` its parameters are [chunks, ranks, places, ...], each made where it stands.
+    """
+    whole, parts = jax.random.key(seed), (nnx.Param, RouterBias)
+    _, trained, bias = nnx.split(Transformer(model, whole, body), *parts)
+    if body is not None:
+        _, _, bias = nnx.split(Transformer(model, whole), *parts)
     return _flatten(nnx.to_pure_dict(trained)), _flatten(nnx.to_pure_dict(bias))
-
-
-def initialise(model: ModelConfig, seed: int) -> tuple[Params, Params]:
-    """Return the FP32 (parameters, router biases) of a run's first step."""
-    return _leaves(model, jax.random.key(seed))
 
 
 @cache
@@ -105,7 +117,7 @@ def logical_dims(model: ModelConfig) -> dict[str, tuple[str, ...]]:
 @cache
 def _graphs(model: ModelConfig) -> dict[str, Any]:
     """Return how each kind of unit is put together, without its values."""
-    make = Initialiser(jax.random.key(0), model, layers=(0,))
+    make = Initialiser(jax.random.key(0), model)
     units = {
         "embedding": lambda: Embedding(model, make),
         "dense": lambda: Block(model, make, routed=False),
@@ -142,34 +154,86 @@ def unit(params: dict[str, Any], prefix: str) -> Tree:
     return unflatten_dict(inside)
 
 
-def _embed(
-    model: ModelConfig, placement: Placement, stored: Tree, tokens: Int32[Array, "B L"]
-) -> Float[Array, "B L D"]:
-    return nnx.merge(_graphs(model)["embedding"], placement.read(stored))(tokens)
+Take = Callable[[Tree], Tree]
+"""Takes one block's leaves, as stored, out of those that a loop over blocks has at hand."""
 
 
-def _block(
+def take_member(member: int) -> Take:
+    """Return what takes the layer `member` of a period's leaves."""
+    return partial(jax.tree.map, lambda leaf: lax.index_in_dim(leaf, member, keepdims=False))
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One microbatch on its way through the model; each method is one unit of it."""
+
+    model: ModelConfig
+    placement: Placement
+    around: Surroundings
+    seed: int
+    training: bool
+
+    def embed(self, stored: Tree, tokens: Int32[Array, "B L"]) -> Float[Array, "B L D"]:
+        """Return the rows of the embedding."""
+
+        def unit(stored: Tree, tokens: Array) -> Array:
+            weights, tokens = self.placement.read(stored, tokens)
+            return nnx.merge(_graphs(self.model)["embedding"], weights)(tokens)
+
+        return self.placement.recomputed(unit)(stored, tokens)
+
+    def block(
+        self,
+        stored: Tree,
+        x: Float[Array, "B L D"],
+        layer: Int32[Array, ""] | int,
+        *,
+        like: int,
+        take: Take | None = None,
+        scanned: bool = False,
+    ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
+        """Run block number `layer`, of the kind and window that the layer `like` has.
+
+        `take` gets its leaves out of those of a loop. Here, and not before: what backward keeps is
+        then what is looped over, not a copy.
+        """
+        model = self.model
+        kind = "routed" if is_routed(model, like) else "dense"
+
+        def unit(
+            stored: Tree, x: Array, around: Surroundings, layer: Array
+        ) -> tuple[Array, RouterSums | None]:
+            weights, x = self.placement.read(stored if take is None else take(stored), x)
+            block = nnx.merge(_graphs(model)[kind], weights)
+            return block(
+                x,
+                around,
+                self.placement,
+                window=window_of(model, like),
+                layer=layer,
+                seed=self.seed,
+                training=self.training,
+            )
+
+        unit_of_loop = self.placement.recomputed(unit, scanned=scanned)
+        return unit_of_loop(stored, x, self.around, jnp.asarray(layer, jnp.int32))
+
+
+def walk(
     model: ModelConfig,
-    stored: Tree,
-    x: Float[Array, "B L D"],
-    around: Surroundings,
-    layer: Int32[Array, ""],
-    *,
-    kind: str,
-    window: int | None,
+    batch: Batch,
     placement: Placement,
+    *,
+    step: Int32[Array, ""],
     seed: int,
     training: bool,
-    member: int | None,
-) -> tuple[Float[Array, "B L D"], RouterSums | None]:
-    """Run one block; of a period's leaves it takes the layer `member`.
-
-    Here, and not before: what backward keeps is then the period as it is scanned, not a copy.
-    """
-    if member is not None:
-        stored = jax.tree.map(lambda leaf: lax.index_in_dim(leaf, member, keepdims=False), stored)
-    block = nnx.merge(_graphs(model)[kind], placement.read(stored))
-    return block(x, around, placement, window=window, layer=layer, seed=seed, training=training)
+) -> Walk:
+    """Return the way of a microbatch through the model."""
+    offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
+    around = Surroundings(
+        batch.positions, batch.segment_ids, batch.real, batch.sequence, offsets, step
+    )
+    return Walk(model, placement, around, seed, training)
 
 
 def by_period(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
@@ -186,22 +250,38 @@ def by_period(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def by_chunk(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
+    """Return one pipeline rank's leaves, [chunks, 1, places, ...], by chunk and period.
+
+    [chunks, periods of a stage, layers of a period, ...].
+    """
+    period = layer_plan(model).period
+    return {
+        name: leaf.reshape(len(leaf), -1, period, *leaf.shape[3:])
+        if name.startswith("body.")
+        else leaf
+        for name, leaf in params.items()
+    }
+
+
 def _scan_body(
-    model: ModelConfig,
-    run: Any,
-    stored: Tree,
-    x: Float[Array, "B L D"],
+    way: Walk, stored: Tree, x: Float[Array, "B L D"]
 ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
     """Scan the body, one period of the window pattern at a time."""
-    plan = layer_plan(model)
+    plan = layer_plan(way.model)
     layers = jnp.array(plan.body, jnp.int32).reshape(-1, plan.period)
+    # XLA takes the loop away from a scan of one period, and only a loop keeps the two computations
+    # of a value apart.
+    scanned = len(layers) > 1
 
     def one_period(x: Array, period: tuple[Tree, Array]) -> tuple[Array, RouterSums | None]:
         stored, layers = period
         sums = []
-        for member in range(plan.period):
-            number = plan.body[member]
-            x, layer_sums = run(stored, x, layers[member], number, member=member)
+        for member, like in enumerate(plan.body[: plan.period]):
+            take = take_member(member)
+            x, layer_sums = way.block(
+                stored, x, layers[member], like=like, take=take, scanned=scanned
+            )
             sums.append(layer_sums)
         return x, jax.tree.map(lambda *values: jnp.stack(values), *sums)
 
@@ -209,58 +289,37 @@ def _scan_body(
     return x, jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), sums)
 
 
+def enter(
+    way: Walk, params: dict[str, Any], tokens: Int32[Array, "B L"]
+) -> tuple[Float[Array, "B L D"], list[RouterSums | None]]:
+    """Return the input of the body, and the sums of each leading block."""
+    x, sums = way.embed(unit(params, "embedding"), tokens), []
+    for i, layer in enumerate(layer_plan(way.model).leading):
+        x, single = way.block(unit(params, f"leading.{i}"), x, layer, like=layer)
+        sums.append(single)
+    return x, sums
+
+
 def forward(
-    model: ModelConfig,
-    params: dict[str, Any],
-    batch: Batch,
-    placement: Placement,
-    *,
-    step: Int32[Array, ""],
-    seed: int,
-    training: bool,
+    way: Walk, params: dict[str, Any], tokens: Int32[Array, "B L"]
 ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
     """Return the hidden state before the head's norm, and each routed layer's sums, stacked.
 
-    `params` are as `placement` stores them, and the body's lie `by_period`.
+    `params` are as the placement stores them, and the body's lie `by_period`.
     """
-    plan = layer_plan(model)
-    offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
-    around = Surroundings(
-        batch.positions, batch.segment_ids, batch.real, batch.sequence, offsets, step
-    )
-
-    def run(
-        stored: Tree, x: Array, layer: Array, number: int, *, member: int | None = None
-    ) -> tuple[Array, RouterSums | None]:
-        settings = {
-            "kind": "routed" if is_routed(model, number) else "dense",
-            "window": window_of(model, number),
-            "placement": placement,
-            "seed": seed,
-            "training": training,
-            "member": member,
-        }
-        # XLA takes the loop away from a scan of one period, and only a loop keeps the two
-        # computations of a value apart.
-        scanned = member is not None and len(plan.body) > plan.period
-        block = placement.recomputed(partial(_block, model, **settings), scanned=scanned)
-        return block(stored, x, around, layer)
-
-    embed_tokens = placement.recomputed(partial(_embed, model, placement))
-    x, parts = embed_tokens(unit(params, "embedding"), batch.tokens), []
-    for i, layer in enumerate(plan.leading):
-        x, sums = run(unit(params, f"leading.{i}"), x, jnp.int32(layer), layer)
-        parts.append(sums)
-    x, sums = _scan_body(model, run, unit(params, "body"), x)
-    singles = []
-    for i, layer in enumerate(plan.trailing):
-        x, single = run(unit(params, f"trailing.{i}"), x, jnp.int32(layer), layer)
-        singles.append(single)
-    return x, _stack([*parts], sums, singles)
+    x, leading = enter(way, params, tokens)
+    x, body = _scan_body(way, unit(params, "body"), x)
+    trailing = []
+    for i, layer in enumerate(layer_plan(way.model).trailing):
+        x, single = way.block(unit(params, f"trailing.{i}"), x, layer, like=layer)
+        trailing.append(single)
+    return x, stack_sums(leading, body, trailing)
 
 
-def _stack(
-    leading: list[RouterSums | None], body: RouterSums | None, trailing: list[RouterSums | None]
+def stack_sums(
+    leading: list[RouterSums | None],
+    body: RouterSums | None,
+    trailing: Sequence[RouterSums | None] = (),
 ) -> RouterSums | None:
     """Put the routed layers' sums in layer order along a leading dim."""
     if body is None:
@@ -272,8 +331,8 @@ def _stack(
 
 def head_units(model: ModelConfig, params: dict[str, Any]) -> tuple[Tree, ...]:
     """Return the units that the head reads, as they are stored."""
-    names = ("head", "embedding") if model.tie_embeddings else ("head",)
-    return tuple(unit(params, name) for name in names)
+    head = unit(params, "head")
+    return (head, {"weight": params["embedding.weight"]}) if model.tie_embeddings else (head,)
 
 
 def head_input(
@@ -283,11 +342,12 @@ def head_input(
     placement: Placement,
 ) -> tuple[Float[Array, "B L D"], Float[Array, "D V"]]:
     """Return the normalised hidden state and the weight that makes logits of it."""
-    head = nnx.merge(_graphs(model)["head"], placement.read(units[0]))
+    weights, hidden = placement.read(units, hidden)
+    head = nnx.merge(_graphs(model)["head"], weights[0])
     normed = head.norm(hidden)
     if head.weight is not None:
         return normed, head.weight[...]
-    return normed, placement.read(units[1]["weight"]).T
+    return normed, weights[1]["weight"].T
 
 
 def routed_rows(model: ModelConfig, names: Iterable[str]) -> list[int | slice]:

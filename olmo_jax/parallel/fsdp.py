@@ -94,6 +94,21 @@ def _attach_gathered_backward(
 attach_gathered.defvjp(_attach_gathered_forward, _attach_gathered_backward)
 
 
-def hold_inside(weights: Any, rows: Any) -> tuple[Any, Any]:
-    """Tie weights to a microbatch's rows, so that XLA moves no gather out of the loop."""
-    return lax.optimization_barrier((weights, rows))
+@jax.custom_vjp
+def hold_inside(weights: Any, x: Any) -> tuple[Any, Any]:
+    """Tie shards to what they are used on, so that XLA moves no gather of them out of a loop.
+
+    A barrier as JAX differentiates it would have zeros of all weights in the backward pass.
+    """
+    return lax.optimization_barrier((weights, x))
+
+
+def _hold_inside_forward(weights: Any, x: Any) -> tuple[tuple[Any, Any], None]:
+    return lax.optimization_barrier((weights, x)), None
+
+
+def _hold_inside_backward(_: None, cotangents: tuple[Any, Any]) -> tuple[None, Any]:
+    return None, cotangents[1]
+
+
+hold_inside.defvjp(_hold_inside_forward, _hold_inside_backward)

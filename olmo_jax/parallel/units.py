@@ -3,7 +3,7 @@
 One record and one function for all methods: what is cut is gathered, what is whole is only typed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -40,13 +40,27 @@ def _weight(kept: Kept) -> Float32[Array, "..."]:
     return fsdp.attach(kept.weight, kept.sink, kept.cuts, kept.dtype)
 
 
-def read(unit: Any) -> Any:
-    """Return a unit's leaves typed float32: weights tied to their sinks, the rest as it is."""
-    return jax.tree.map(
-        lambda leaf: _weight(leaf) if isinstance(leaf, Kept) else leaf,
-        unit,
-        is_leaf=lambda leaf: isinstance(leaf, Kept),
-    )
+def _is_kept(leaf: Any) -> bool:
+    return isinstance(leaf, Kept)
+
+
+def read(unit: Any, x: Any) -> tuple[Any, Any]:
+    """Return a unit's leaves typed float32, weights tied to their sinks; x is what it is used on.
+
+    No gather of a weight moves to where x is not there yet: out of a loop.
+    """
+    leaves, tree = jax.tree.flatten(unit, is_leaf=_is_kept)
+    shards = {
+        i: leaf.weight
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Kept) and leaf.cuts and not leaf.gathered
+    }
+    if shards:
+        shards, x = fsdp.hold_inside(shards, x)
+    for i, shard in shards.items():
+        leaves[i] = replace(leaves[i], weight=shard)
+    weights = [_weight(leaf) if isinstance(leaf, Kept) else leaf for leaf in leaves]
+    return jax.tree.unflatten(tree, weights), x
 
 
 def own(weights: dict[str, Array]) -> dict[str, Array]:

@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
+from olmo_jax.config.layers import body_grid
 from olmo_jax.config.records import Config
-from olmo_jax.mesh.rules import STACKED, Placed, axes_used, place
+from olmo_jax.mesh.rules import STACKED, STAGED, Placed, axes_used, place
 from olmo_jax.plan.parameters import ParameterShape, parameter_shapes
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
 
 
 class Leaf(NamedTuple):
-    """One parameter: a leaf of the body holds all of its layers, `layers` of them."""
+    """One parameter: a leaf of the body holds all of a rank's layers, `layers` of them."""
 
     name: str
     shape: ParameterShape
@@ -23,7 +24,8 @@ class Leaf(NamedTuple):
 
     @property
     def layers(self) -> int:
-        return self.shape.shape[0] if self.shape.dims[0] == STACKED else 1
+        leading = zip(self.shape.dims, self.shape.shape, strict=True)
+        return math.prod(size for dim, size in leading if dim in ("chunks", "layers"))
 
     @property
     def is_expert(self) -> bool:
@@ -46,6 +48,20 @@ def parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
+def state_shapes(config: Config, sizes: Mapping[str, int]) -> dict[str, ParameterShape]:
+    """Return every parameter as a state holds it: over a pipeline the body's are in stages."""
+    shapes = parameter_shapes(config.model)
+    if sizes["pipeline"] == 1:
+        return shapes
+    stages = body_grid(config.model, sizes["pipeline"], config.parallel.pipeline_chunks).layer.shape
+    return {
+        name: ParameterShape((*stages, *leaf.shape[1:]), (*STAGED, *leaf.dims[1:]))
+        if leaf.dims[0] == STACKED
+        else leaf
+        for name, leaf in shapes.items()
+    }
+
+
 def leaves(config: Config, sizes: Mapping[str, int]) -> list[Leaf]:
     """Return every parameter with its specs on a mesh of these sizes.
 
@@ -62,5 +78,5 @@ def leaves(config: Config, sizes: Mapping[str, int]) -> list[Leaf]:
             sizes=sizes,
         )
 
-    shapes = parameter_shapes(config.model)
+    shapes = state_shapes(config, sizes)
     return [Leaf(name, shape, specs(name, shape), sizes) for name, shape in shapes.items()]

@@ -18,7 +18,7 @@ from olmo_jax.mesh.axes import AXES
 from olmo_jax.mesh.rules import Cuts, cuts
 from olmo_jax.model.objective import Divisors, Sums, batch_sums, divide, total
 from olmo_jax.model.placement import Placement
-from olmo_jax.model.transformer import Params, by_period
+from olmo_jax.model.transformer import Params, by_chunk, by_period
 from olmo_jax.ops.varying import vary_over
 from olmo_jax.parallel import fsdp, units
 from olmo_jax.train.state import Layout
@@ -29,7 +29,10 @@ MICROBATCHES = "microbatches"
 
 @dataclass(frozen=True)
 class Resident:
-    """What a device keeps of the weights through a step: `shards`, the body's by period."""
+    """What a device keeps of the weights through a step: `shards`, the body's by period.
+
+    Under a pipeline they are [chunks, periods, layers of a period, ...].
+    """
 
     layout: Layout
     stacked: Params
@@ -39,13 +42,8 @@ class Resident:
     def of(cls, layout: Layout, weights: Params) -> "Resident":
         """Take weights as this device's own, so that their gradients stay on it."""
         own = units.own(weights)
-        return cls(layout, own, by_period(layout.config.model, own))
-
-    @property
-    def gathers_inside(self) -> bool:
-        """Say whether weights are gathered in the loop over microbatches."""
-        parallel = self.layout.config.parallel
-        return parallel.method == "fsdp" and parallel.reshard != "step"
+        by = by_period if layout.body is None else by_chunk
+        return cls(layout, own, by(layout.config.model, own))
 
     @property
     def gathers_once(self) -> bool:
@@ -70,13 +68,13 @@ class Resident:
             name: fsdp.gather(leaf, self.cuts(name), dtype) for name, leaf in self.shards.items()
         }
 
-    def hold_inside(self, weights: Params, rows: Batch) -> tuple[Params, Batch]:
-        """Keep gathers that belong into the loop over microbatches from being moved out of it."""
-        return fsdp.hold_inside(weights, rows) if self.gathers_inside else (weights, rows)
-
     def zeros(self) -> Params:
         """Return FP32 zeros laid out as the shards: sinks, or first accumulators."""
         return units.zeros(self.shards)
+
+    def stack(self, gradients: Params) -> Params:
+        """Return gradients of the shards, the body's no longer by period."""
+        return {name: leaf.reshape(self.stacked[name].shape) for name, leaf in gradients.items()}
 
     def pair(self, weights: Params, sinks: Params) -> dict[str, units.Kept]:
         """Give each weight the place that its gradient goes to."""
@@ -116,16 +114,32 @@ def accumulate(
         return total(config, divide(sums, divisors)), sums
 
     def microbatch(_: None, rows: Batch) -> tuple[None, Sums]:
-        used, rows = resident.hold_inside(weights, rows)
         backward: Any
-        loss, backward, sums = jax.vjp(partial(share, used, rows), resident.zeros(), has_aux=True)
+        loss, backward, sums = jax.vjp(
+            partial(share, weights, rows), resident.zeros(), has_aux=True
+        )
         backward.with_refs(accumulators)(vary_over(jnp.ones_like(loss), AXES))
         return None, sums
 
     with jax.named_scope(MICROBATCHES):
         _, sums = lax.scan(microbatch, None, batch)
-    gradients = {
-        name: jax.freeze(accumulator).reshape(resident.stacked[name].shape)
-        for name, accumulator in accumulators.items()
-    }
-    return gradients, jax.tree.map(lambda value: value.sum(axis=0, dtype=value.dtype), sums)
+    gradients = {name: jax.freeze(each) for name, each in accumulators.items()}
+    return resident.stack(gradients), jax.tree.map(
+        lambda value: value.sum(axis=0, dtype=value.dtype), sums
+    )
+
+
+def entropy(
+    resident: Resident, placement: Placement, router_bias: Params, batch: Batch
+) -> Float32[Array, ""]:
+    """Return this device's part of the summed cross entropy; nothing is differentiated."""
+    config = resident.layout.config
+    bias = by_period(config.model, router_bias)
+    weights, step = resident.weights(), vary_over(jnp.int32(0), AXES)
+
+    def microbatch(_: None, rows: Batch) -> tuple[None, Float32[Array, ""]]:
+        params = {**resident.pair(weights, resident.zeros()), **bias}
+        sums = batch_sums(config, params, rows, placement, step=step, training=False)
+        return None, sums.cross_entropy
+
+    return lax.scan(microbatch, None, batch)[1].sum()

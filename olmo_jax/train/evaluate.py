@@ -11,7 +11,7 @@ from olmo_jax.data.corpus import corpus_of
 from olmo_jax.errors import UserError
 from olmo_jax.train.metrics import Evaluation, evaluation_of
 from olmo_jax.train.program import Program, build_here
-from olmo_jax.train.state import State, shardings
+from olmo_jax.train.state import State
 
 
 def evaluate(run_dir: Path, config: Config) -> Evaluation:
@@ -39,20 +39,14 @@ def restored(program: Program, run_dir: Path) -> State:
 
     Raises: UserError if the run has none, or if they are another model's.
     """
-    placed = shardings(program.mesh, program.specs)
-    params, router_bias = program.layout.shapes
-    places = {**placed.main, **placed.router_bias}
-    shapes = {
-        name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=places[name])
-        for name, leaf in {**params, **router_bias}.items()
-    }
-    found = restore_weights(run_dir, shapes, config=program.config)
-    main = {name: found[name] for name in params}
+    like = program.abstract_stored()
+    found = restore_weights(run_dir, like.main | like.router_bias, config=program.config)
+    main = program.staged({name: found[name] for name in like.main})
     return State(
         weights=program.rebuild(main),
         main=main,
         moments={},
-        router_bias={name: found[name] for name in router_bias},
+        router_bias={name: found[name] for name in like.router_bias},
         history={},
         step=jnp.zeros((), jnp.int32),
     )

@@ -252,12 +252,12 @@ def first_state(console: Console, program: Program) -> State:
         return state
     with waiting(console, f"reading the weights of checkpoint.init_from={source}"):
         main, router_bias, moments = initial_weights(source, program)
-    return state._replace(
-        weights=program.rebuild(main),
-        main=main,
-        router_bias=router_bias,
-        moments=state.moments if moments is None else moments,
-    )
+    main = program.staged(main)
+    state = state._replace(weights=program.rebuild(main), main=main, router_bias=router_bias)
+    if moments is None:
+        return state
+    moved = {role: program.staged(moments[role]) for role in ("mu", "nu")}
+    return state._replace(moments={**moments, **moved})
 
 
 def cut_metrics(console: Console, path: Path, step: int) -> str:
@@ -300,7 +300,7 @@ def take_steps(
         state = run_steps(run.program, state, steps, run.held_out, session)
         if keeper.saved < recorder.done.step:
             watchdog.phase(f"saving step {recorder.done.step}")
-            keeper.save(state)
+            keeper.save(run.program.stored(state))
     for text in remarks(recorder, trace):
         say(console, text)
     return recorder

@@ -1,20 +1,25 @@
 """The compiled functions of a run: a config and a mesh become a step that arrays go through."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from olmo_jax.config import Config, with_mesh
+from olmo_jax.config.layers import Grid
 from olmo_jax.data.batch import Batch
 from olmo_jax.mesh.axes import DENSE_DATA_AXES, resolve
 from olmo_jax.mesh.devices import build_mesh
-from olmo_jax.mesh.rules import BATCH, DEVICES, REPLICATED, ROWS
+from olmo_jax.mesh.rules import BATCH, DEVICES, REPLICATED, ROWS, axes_of_entry
+from olmo_jax.parallel.pipeline.restack import to_layers, to_stages
+from olmo_jax.parallel.pipeline.transfers import AXIS
 from olmo_jax.plan.static_sizes import num_microbatches
 from olmo_jax.train.state import Layout, State, first_state, rebuild, shardings
 from olmo_jax.train.step import Metrics, evaluation_step, train_step
@@ -28,6 +33,22 @@ COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 def _put(value: np.ndarray, sharding: NamedSharding) -> Array:
     """Place an array of which every process has the part that it needs."""
     return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
+
+
+def _map_parameters(state: State, change: Callable[[Any], Any]) -> State:
+    """Return the state with `change` of main weights and moments, by name, and no other weights."""
+    moments = {role: change(state.moments[role]) for role in ("mu", "nu")}
+    return state._replace(weights={}, main=change(state.main), moments={**state.moments, **moments})
+
+
+@cache
+def _jitted_restack(way: Callable[..., Any], mesh: Mesh, grid: Grid, staged: P, layers: P) -> Any:
+    """Return the jitted way of a body's leaf between a state and a checkpoint."""
+    taken = [dim for dim, entry in enumerate(layers) if AXIS in axes_of_entry(entry)]
+    dim = taken[0] if taken else None
+    specs = (staged, layers) if way is to_layers else (layers, staged)
+    moved = partial(way, grid=grid, dim=dim)
+    return jax.jit(jax.shard_map(moved, mesh=mesh, in_specs=specs[0], out_specs=specs[1]))
 
 
 @dataclass(frozen=True)
@@ -71,6 +92,53 @@ class Program:
             partial(rebuild, self.layout), out_shardings=shardings(self.mesh, self.specs.weights)
         )
         return make(main)
+
+    def stored(self, state: State) -> State:
+        """Return a state as a checkpoint has it: no compute weights, the body's layers in one dim.
+
+        Comm: under a pipeline an all-to-all of each of the body's leaves.
+        """
+        return _map_parameters(state, lambda leaves: self._restack(to_layers, dict(leaves)))
+
+    def restored(self, state: State) -> State:
+        """Return the state of one as a checkpoint has it, compute weights rebuilt.
+
+        Takes the leaves out of `state`, so that at no time all are there twice.
+        """
+        state = _map_parameters(state, self.staged)
+        return state._replace(weights=self.rebuild(state.main))
+
+    def staged(self, leaves: dict[str, Array]) -> dict[str, Array]:
+        """Return parameters as this program lays them out; takes them out of `leaves`."""
+        return self._restack(to_stages, leaves)
+
+    def _restack(self, way: Callable[..., Any], leaves: dict[str, Array]) -> dict[str, Array]:
+        layout = self.layout
+        moved = {}
+        for name in list(leaves):
+            leaf = leaves.pop(name)
+            moved[name] = self._moved(way, name)(leaf) if layout.is_staged(name) else leaf
+        return moved
+
+    def _moved(self, way: Callable[..., Any], name: str) -> Any:
+        specs = self.layout.placed[name].main, self.layout.stored_spec(name)
+        return _jitted_restack(way, self.mesh, self.layout.body, *specs)
+
+    def abstract_stored(self) -> State:
+        """Return shapes and shardings of a state as a checkpoint has it."""
+        layout = self.layout
+
+        def stored(leaves: dict[str, Any]) -> dict[str, Any]:
+            return {
+                name: jax.ShapeDtypeStruct(
+                    layout.stored_shape(name),
+                    leaf.dtype,
+                    sharding=NamedSharding(self.mesh, layout.stored_spec(name)),
+                )
+                for name, leaf in leaves.items()
+            }
+
+        return _map_parameters(self.abstract_arguments()[0], stored)
 
     @cached_property
     def _own_rows(self) -> list[int]:

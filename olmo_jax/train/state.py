@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from olmo_jax.config.layers import Grid, body_grid
 from olmo_jax.config.records import Config
-from olmo_jax.mesh.rules import METHODS, REPLICATED, Placed
+from olmo_jax.mesh.rules import METHODS, REPLICATED, Placed, layers_spec
 from olmo_jax.model.transformer import initialise
 from olmo_jax.optim import adamw, skip
 from olmo_jax.optim.decay import decay_mask
@@ -44,9 +45,17 @@ class Layout:
     sizes: Mapping[str, int]
 
     @cached_property
+    def body(self) -> Grid | None:
+        """Return where a pipeline has the body's layers, None if there is none."""
+        ranks = self.sizes["pipeline"]
+        if ranks == 1:
+            return None
+        return body_grid(self.config.model, ranks, self.config.parallel.pipeline_chunks)
+
+    @cached_property
     def shapes(self) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
         """Return the shapes of (parameters, router biases)."""
-        return jax.eval_shape(lambda: initialise(self.config.model, 0))
+        return jax.eval_shape(lambda: initialise(self.config.model, 0, self.body))
 
     @cached_property
     def placed(self) -> dict[str, Placed]:
@@ -88,6 +97,24 @@ class Layout:
             step=REPLICATED,
         )
 
+    def is_staged(self, name: str) -> bool:
+        """Say whether a parameter is divided by stages, which no checkpoint is."""
+        return self.body is not None and name.startswith("body.")
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter in a checkpoint."""
+        shape = self.shapes[0][name].shape
+        if self.body is None or not self.is_staged(name):
+            return shape
+        return (self.body.num_layers, *shape[self.body.layer.ndim :])
+
+    def stored_spec(self, name: str) -> P:
+        """Return how a parameter lies on the way to and from a checkpoint."""
+        spec = self.placed[name].main
+        if not self.is_staged(name):
+            return spec
+        return layers_spec(self.stored_shape(name), spec, self.sizes)
+
 
 def rebuild(layout: Layout, main: Leaves) -> Leaves:
     """Return the compute weights that follow from `main`: they are never stored."""
@@ -99,7 +126,7 @@ def rebuild(layout: Layout, main: Leaves) -> Leaves:
 def first_state(layout: Layout) -> State:
     """Return the state before the first step; under jit with `specs`, nobody holds a whole leaf."""
     config = layout.config
-    main, router_bias = initialise(config.model, config.seed)
+    main, router_bias = initialise(config.model, config.seed, layout.body)
     return State(
         weights=rebuild(layout, main),
         main=main,

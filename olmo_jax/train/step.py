@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
@@ -20,10 +19,10 @@ from olmo_jax.data.batch import Batch
 from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES
 from olmo_jax.model.balance import bias_update
 from olmo_jax.model.moe import RouterSums
-from olmo_jax.model.objective import Divisors, batch_sums, count, divide
+from olmo_jax.model.objective import Divisors, count, divide
 from olmo_jax.model.placement import ExpertWeights, Placement, keep_everything, swiglu
 from olmo_jax.model.recompute import keep_only
-from olmo_jax.model.transformer import Params, by_period, routed_rows
+from olmo_jax.model.transformer import Params, routed_rows
 from olmo_jax.ops.grouped_matmul import grouped_matmul
 from olmo_jax.ops.varying import vary_over
 from olmo_jax.optim import adamw, skip
@@ -31,7 +30,8 @@ from olmo_jax.optim.clip import clip_coefficient
 from olmo_jax.parallel import expert, units
 from olmo_jax.parallel.distributed_optimizer import gather_to_resident, global_norm, reduce_to_main
 from olmo_jax.parallel.sums import max_everywhere, sum_everywhere, sum_over
-from olmo_jax.train.accumulate import Resident, accumulate
+from olmo_jax.train import pipelined
+from olmo_jax.train.accumulate import Resident, accumulate, entropy
 from olmo_jax.train.state import Layout, State
 
 Metrics = dict[str, Array]
@@ -132,7 +132,8 @@ def train_step(
     placement = _placement(config, layout.sizes, training=True)
     own = Batch(*(vary_over(value, AXES) for value in batch))
     router_bias = {name: vary_over(bias, AXES) for name, bias in state.router_bias.items()}
-    gradients, sums = accumulate(
+    over_microbatches = accumulate if layout.body is None else pipelined.accumulate
+    gradients, sums = over_microbatches(
         Resident.of(layout, layout.resident(state)),
         placement,
         router_bias,
@@ -209,17 +210,8 @@ def evaluation_step(
     config = layout.config
     placement = _placement(config, layout.sizes, training=False)
     resident = Resident.of(layout, weights)
-    bias = by_period(config.model, units.own(router_bias))
-    weights = resident.weights()
     own = Batch(*(vary_over(value, AXES) for value in batch))
-
-    def microbatch(_: None, rows: Batch) -> tuple[None, Float32[Array, ""]]:
-        step = vary_over(jnp.int32(0), AXES)
-        used, rows = resident.hold_inside(weights, rows)
-        params = {**resident.pair(used, resident.zeros()), **bias}
-        sums = batch_sums(config, params, rows, placement, step=step, training=False)
-        return None, sums.cross_entropy
-
-    entropies = lax.scan(microbatch, None, own)[1]
+    over_microbatches = entropy if layout.body is None else pipelined.entropy
+    summed = over_microbatches(resident, placement, units.own(router_bias), own)
     counted, _ = sum_everywhere(count(batch))
-    return {"ce_sum": sum_everywhere(entropies.sum()), "counted": counted}
+    return {"ce_sum": sum_everywhere(summed), "counted": counted}

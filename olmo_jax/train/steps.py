@@ -145,7 +145,7 @@ class Keeper:
         return self._due
 
     def save(self, state: State) -> None:
-        """Copy the state, whose steps have all been read; it is written while the run goes on."""
+        """Copy a `Program.stored` state, whose steps have all been read; the run goes on."""
         self.recorder.file.keep()
         done = self.recorder.done
         self.checkpoints.save(state, done, config=self.config, facts=self.facts)
@@ -246,7 +246,7 @@ def run_steps(
             recorder.restart_clock()
         if saving and recorder.bad == 0:
             session.watchdog.phase(f"saving step {step}")
-            keeper.save(state)
+            keeper.save(program.stored(state))
             recorder.restart_clock()
         session.garbage.after(step)
         if told or alone_and_asked:

@@ -40,11 +40,11 @@ def random_state(program: Program, seed: int = 0) -> Any:
 
     In the history, which may hold them, also NaNs.
     """
-    like = program.abstract_arguments()[0]
+    like = program.abstract_stored()
     draw = np.random.default_rng(seed)
     leaves = {key: _put(_random(draw, key, leaf), leaf) for key, leaf in flat(stored(like)).items()}
     tree = nested(leaves)
-    return unstored(tree, like, program.rebuild(tree["main"]))
+    return program.restored(unstored(tree, like))
 
 
 def _random(draw: np.random.Generator, key: Key, leaf: Any) -> np.ndarray:

@@ -19,7 +19,7 @@ LENGTH = 9
 def _module(**fields):
     """Build the module and give every leaf, gains and biases too, values that show."""
     model = ModelConfig(**{**PLAIN, **fields})
-    module = Attention(model, Initialiser(jax.random.key(0), model, "attention.", (0,)))
+    module = Attention(model, Initialiser(jax.random.key(0), model, "attention."))
     graph, state = nnx.split(module)
     rng = np.random.default_rng(0)
     values = jax.tree.map(

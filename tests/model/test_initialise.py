@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from olmo_jax.config.layers import EMPTY
 from olmo_jax.config.records import InitConfig, ModelConfig
 from olmo_jax.model.initialise import Initialiser
 
@@ -32,8 +33,10 @@ def _model(method, **fields):
     return ModelConfig(num_layers=NUM_LAYERS, d_model=WIDTH, init=init, **fields)
 
 
-def _sample(model, kind, *, layers=(LAYER,), stacked=False, name="w", shape=(256, 256), seed=0):
-    make = Initialiser(jax.random.key(seed), model, "block.", layers, stacked)
+def _sample(model, kind, *, layers=LAYER, name="w", shape=(256, 256), seed=0):
+    layers = np.array(layers)
+    dims = ("chunks", "stages", "layers")[: layers.ndim]
+    make = Initialiser(jax.random.key(seed), model, "block.", layers, dims)
     return np.asarray(make(name, shape, ("a", "b"), kind, fan_in=FAN_IN)[...])
 
 
@@ -59,7 +62,7 @@ def test_standard_deviation_is_that_of_the_table_and_nothing_exceeds_three_sigma
     ],
 )
 def test_embeddings_are_cut_only_under_normal(method, fields, sigma):
-    values = _sample(_model(method, **fields), "embedding", layers=())
+    values = _sample(_model(method, **fields), "embedding", layers=0)
     np.testing.assert_allclose(values.std(), sigma, rtol=0.01)
     assert (np.abs(values).max() > 3.5 * sigma) == (method != "normal")
 
@@ -67,15 +70,18 @@ def test_embeddings_are_cut_only_under_normal(method, fields, sigma):
 @pytest.mark.parametrize("method", ["normal", "llama_depth"])
 def test_a_stacked_layer_has_the_values_of_the_layer_alone(method):
     model = _model(method)
-    stacked = _sample(model, "routed_in", layers=(1, 3, 5), stacked=True, shape=(8, 16))
+    stacked = _sample(model, "routed_in", layers=(1, 3, 5), shape=(8, 16))
+    staged = _sample(model, "routed_in", layers=[[[1], [3]], [[5], [EMPTY]]], shape=(8, 16))
     for slot, layer in enumerate((1, 3, 5)):
-        alone = _sample(model, "routed_in", layers=(layer,), shape=(8, 16))
+        alone = _sample(model, "routed_in", layers=layer, shape=(8, 16))
         np.testing.assert_array_equal(stacked[slot], alone)
+        np.testing.assert_array_equal(staged.reshape(4, 8, 16)[slot], alone)
+    assert not staged[1, 1].any()
 
 
 def test_leaves_differ_by_seed_name_and_layer():
     model = _model("normal")
-    variants = [{}, {"seed": 1}, {"name": "v"}, {"layers": (2,)}]
+    variants = [{}, {"seed": 1}, {"name": "v"}, {"layers": 2}]
     values = [_sample(model, "shared", shape=(16, 16), **variant) for variant in variants]
     for i, ours in enumerate(values):
         for theirs in values[:i]:

@@ -401,7 +401,7 @@ def small_model(**router):
 
 
 def make_router(model):
-    return Router(model, Initialiser(jax.random.key(0), model, "body.router.", (1,)))
+    return Router(model, Initialiser(jax.random.key(0), model, "body.router.", np.array(1)))
 
 
 def test_leaves_are_those_that_the_config_asks_for():

@@ -24,9 +24,10 @@ def test_the_gradient_of_a_bf16_weight_is_fp32_and_goes_to_its_sink():
 
     def loss(sink):
         kept = {"w": units.Kept(weight, sink, dtype=BF16), "mask": jnp.ones(2)}
-        read = units.read({"unit": kept})["unit"]
+        read, rows = units.read({"unit": kept}, x)
+        read = read["unit"]
         assert read["w"].dtype == jnp.float32
-        return linear(x, read["w"]).astype(jnp.float32).sum() + read["mask"].sum()
+        return linear(rows, read["w"]).astype(jnp.float32).sum() + read["mask"].sum()
 
     gradient = jax.grad(loss)(jnp.zeros((3, 2)))
     assert gradient.dtype == jnp.float32
@@ -49,7 +50,8 @@ def test_gradients_stay_on_the_device_until_they_are_reduced(mesh):
         weights = units.own({"w": weight})
 
         def loss(sinks):
-            return linear(x, units.read(units.Kept(weights["w"], sinks["w"]))).sum()
+            weight, rows = units.read(units.Kept(weights["w"], sinks["w"]), x)
+            return linear(rows, weight).sum()
 
         return jax.grad(loss)(units.zeros(weights))["w"][None]
 
@@ -89,7 +91,7 @@ def test_a_cut_weight_is_read_whole_in_bf16_and_its_gradient_is_summed_over_the_
         weight = fsdp.gather(own, cut, BF16) if gathered else own
 
         def read(sink):
-            return units.read(units.Kept(weight, sink, cut, gathered=gathered, dtype=BF16))
+            return units.read(units.Kept(weight, sink, cut, gathered=gathered, dtype=BF16), ())[0]
 
         whole, pull = jax.vjp(read, units.zeros({"w": own})["w"])
         return whole[None], pull(cotangent[0])[0][None]
