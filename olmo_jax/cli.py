@@ -72,6 +72,23 @@ def check(given: argparse.Namespace) -> None:
     print(f"{given.config} is {summary(load(given.config, given.overrides))}")
 
 
+def plan(given: argparse.Namespace) -> None:
+    from olmo_jax.config import load
+    from olmo_jax.plan import command
+
+    print(
+        command.plan(
+            load(given.config, given.overrides),
+            hardware=given.hardware,
+            num_devices=given.devices,
+            search=given.search,
+            as_json=given.json,
+            picture=given.picture,
+            title=str(given.config),
+        )
+    )
+
+
 def train(given: argparse.Namespace) -> int:
     from olmo_jax.launch import stop
 
@@ -276,6 +293,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     command.__name__: command
     for command in (
         check,
+        plan,
         train,
         evaluate,
         sample,

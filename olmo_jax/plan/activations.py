@@ -5,14 +5,23 @@ what is alive at the worst moment of the backward pass; see `workspace`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from olmo_jax.config.layers import is_routed
+from olmo_jax.config.layers import body_grid, is_routed, layer_plan
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import ALWAYS_KEPT, kept, present
-from olmo_jax.plan.placed import ITEM_BYTES, leaves
-from olmo_jax.plan.static_sizes import block_size, capacity, pieces, received_rows
+from olmo_jax.parallel.pipeline import SCHEDULES, Schedule
+from olmo_jax.parallel.pipeline.segments import segments, tables
+from olmo_jax.plan.parameters import block_shapes
+from olmo_jax.plan.placed import ITEM_BYTES
+from olmo_jax.plan.static_sizes import (
+    block_size,
+    capacity,
+    num_microbatches,
+    pieces,
+    received_rows,
+)
 
 Sizes = Mapping[str, int]
 
@@ -21,11 +30,12 @@ INPUT = "block_input"
 
 
 class Shares(NamedTuple):
-    """What one device has of one microbatch: tokens, the rows its experts receive, rows sent."""
+    """What one device has of one microbatch: tokens, its expert group's, its experts and rows."""
 
     sequences: int
     tokens: int
     group_tokens: int
+    experts: int
     rows: int
 
 
@@ -36,7 +46,7 @@ def shares(config: Config, sizes: Sizes) -> Shares:
     ranks = sizes["expert"] * (sizes["sequence"] if config.parallel.fold_sequence else 1)
     limit = capacity(config.parallel.capacity_factor, tokens, model.top_k)
     rows = received_rows(tokens, model.top_k, ranks, limit) if model.num_routed_layers else 0
-    return Shares(train.microbatch, tokens, ranks * tokens, rows)
+    return Shares(train.microbatch, tokens, ranks * tokens, model.num_experts // ranks, rows)
 
 
 def result_bytes(config: Config, sizes: Sizes) -> dict[str, int]:
@@ -75,14 +85,17 @@ def result_bytes(config: Config, sizes: Sizes) -> dict[str, int]:
         "router_logits": 4 * tokens * model.num_experts,
         "router_choice": 4 * routes,
         "router_weights": 4 * routes,
-        "route_plan": 4 * (part.group_tokens * model.top_k + rows),
+        # Where each route of the group's tokens went, which route a row is, rows of each expert.
+        "route_plan": 4 * (part.group_tokens * model.top_k + rows + part.experts),
+        "balance_counts": 4 * part.sequences * model.num_experts,
     }
 
 
 _ATTENTION = ("query", "key", "value", "attention_gate", "attention", "attention_logsumexp")
 _DENSE = (INPUT, *_ATTENTION, "attention_output", "mlp_hidden", "mlp_output")
 _ROUTED = (
-    *(INPUT, *_ATTENTION, "attention_output", "router_logits", "route_plan", "expert_rows"),
+    *(INPUT, *_ATTENTION, "attention_output", "router_logits", "balance_counts"),
+    *("route_plan", "expert_rows"),
     *("expert_hidden", "expert_output", "combined", "shared_hidden", "shared_output"),
     *ALWAYS_KEPT,
 )
@@ -110,6 +123,58 @@ def kept_bytes(config: Config, sizes: Sizes) -> dict[str, int]:
     for layer in range(config.model.num_layers):
         total.update(layer_bytes(config, sizes, routed=is_routed(config.model, layer)))
     return dict(total)
+
+
+class Held(NamedTuple):
+    """Bytes held for the backward passes to come, at most.
+
+    Without a pipeline `activations` are one microbatch's. With one they are those of the leading
+    blocks, and `slots` hold what each chunk keeps; `queues` are hidden states that wait for the
+    body or for the first part, and gradients of losses that wait for their turn.
+    """
+
+    activations: int
+    slots: int = 0
+    queues: int = 0
+
+
+def held(config: Config, sizes: Sizes) -> Held:
+    """Return what a device holds of all microbatches in flight."""
+    model, part = config.model, shares(config, sizes)
+    state = ITEM_BYTES[model.dtype] * part.tokens * model.d_model
+    ends = state * (1 + (model.embedding_norm and "embedding" in kept(config)))
+    if sizes["pipeline"] == 1:
+        return Held(ends + sum(kept_bytes(config, sizes).values()))
+    schedule = schedule_of(config, sizes)
+    program, places = segments(schedule), body_grid(model, *schedule_shape(config, sizes)).layer
+    body, leading = layer_plan(model).body, layer_plan(model).leading
+    chunk = places.shape[2] * _layers_bytes(config, sizes, body[:1])
+    waiting = program.inbox_groups + program.outbox_groups
+    turns = schedule.microbatches if program.turns_wait else 0
+    return Held(
+        activations=program.first_slots * (state + _layers_bytes(config, sizes, leading)),
+        slots=tables(schedule).num_slots * chunk,
+        queues=waiting * schedule.ranks * state + turns * state // schedule.ranks,
+    )
+
+
+def _layers_bytes(config: Config, sizes: Sizes, layers: Sequence[int]) -> int:
+    kinds = [is_routed(config.model, layer) for layer in layers]
+    return sum(sum(layer_bytes(config, sizes, routed=kind).values()) for kind in kinds)
+
+
+def schedule_shape(config: Config, sizes: Sizes) -> tuple[int, int]:
+    """Return the ranks of the pipeline and the chunks of each."""
+    return sizes["pipeline"], config.parallel.pipeline_chunks
+
+
+def schedule_of(config: Config, sizes: Sizes) -> Schedule:
+    """Return the schedule of a step's microbatches.
+
+    Raises: UserError if they do not fit it.
+    """
+    make = SCHEDULES[config.parallel.pipeline_schedule]
+    return make(*schedule_shape(config, sizes), num_microbatches(config.train, sizes))
 
 
 class Workspace(NamedTuple):
@@ -153,7 +218,7 @@ def _attention_block(config: Config) -> int:
 
 
 def _activated(config: Config, part: Shares) -> tuple[int, int]:
-    """Return the elements between the two products of a dense block's MLPs, and of a routed one's."""
+    """Return the elements between the products of a dense block's MLP, and of a routed one's."""
     model = config.model
     dense = part.tokens * model.dense_hidden if model.num_dense_layers else 0
     return dense, part.rows * model.expert_hidden + part.tokens * model.shared_hidden
@@ -161,11 +226,15 @@ def _activated(config: Config, part: Shares) -> tuple[int, int]:
 
 def _block_elements(config: Config, sizes: Sizes) -> int:
     """Return the parameters of the largest block, as one device computes with them."""
-    units: Counter[str] = Counter()
-    for leaf in leaves(config, sizes):
-        if leaf.unit not in ("embedding", "head"):
-            units[leaf.unit] += leaf.elements(leaf.placed.compute) // leaf.layers
-    return max(units.values())
+    model = config.model
+    kinds = {is_routed(model, layer): layer for layer in range(model.num_layers)}
+    return max(
+        sum(
+            leaf.size // (sizes["expert"] if "experts" in leaf.dims else 1)
+            for leaf in block_shapes(model, layer).values()
+        )
+        for layer in kinds.values()
+    )
 
 
 def workspace(config: Config, sizes: Sizes, platform: str = "gpu") -> Workspace:
@@ -190,7 +259,7 @@ def workspace(config: Config, sizes: Sizes, platform: str = "gpu") -> Workspace:
     block += 2 * item * max(_activated(config, part))
     block += 4 * _block_elements(config, sizes)
     wide = part.group_tokens * model.d_model if model.num_routed_layers else 0
-    chunk = pieces(part.tokens, config.train.head_chunk_tokens)
+    chunk = pieces(-(-part.tokens // sizes["pipeline"]), config.train.head_chunk_tokens)
     # Logits, their gradient in FP32 and in the compute dtype; the head's input and its gradient;
     # the weight's gradient.
     logits = chunk.size * model.vocab_size * (8 + item) + 2 * item * chunk.total * model.d_model

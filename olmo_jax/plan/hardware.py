@@ -31,7 +31,7 @@ class Hardware(Record, frozen=True):
     node_bytes_per_s: Positive
     network_bytes_per_s: Positive
     usable: Fraction = 0.92
-    matmul_efficiency: Fraction = 0.65
+    matmul_efficiency: Fraction = 0.6
     attention_efficiency: Fraction = 0.5
     memory_efficiency: Fraction = 0.8
     link_efficiency: Fraction = 0.8
