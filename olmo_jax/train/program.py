@@ -13,12 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from olmo_jax.config import Config, with_mesh
-from olmo_jax.config.layers import Grid
 from olmo_jax.data.batch import Batch
 from olmo_jax.mesh.axes import DENSE_DATA_AXES, resolve
 from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.mesh.rules import BATCH, DEVICES, REPLICATED, ROWS, axes_of_entry
-from olmo_jax.parallel.pipeline.restack import to_layers, to_stages
+from olmo_jax.parallel.pipeline.restack import Places, to_layers, to_stages
 from olmo_jax.parallel.pipeline.transfers import AXIS
 from olmo_jax.plan.static_sizes import num_microbatches
 from olmo_jax.train.state import Layout, State, first_state, rebuild, shardings
@@ -42,12 +41,14 @@ def _map_parameters(state: State, change: Callable[[Any], Any]) -> State:
 
 
 @cache
-def _jitted_restack(way: Callable[..., Any], mesh: Mesh, grid: Grid, staged: P, layers: P) -> Any:
+def _jitted_restack(
+    way: Callable[..., Any], mesh: Mesh, places: Places, num_layers: int, staged: P, layers: P
+) -> Any:
     """Return the jitted way of a body's leaf between a state and a checkpoint."""
     taken = [dim for dim, entry in enumerate(layers) if AXIS in axes_of_entry(entry)]
     dim = taken[0] if taken else None
     specs = (staged, layers) if way is to_layers else (layers, staged)
-    moved = partial(way, grid=grid, dim=dim)
+    moved = partial(way, places=places, num_layers=num_layers, dim=dim)
     return jax.jit(jax.shard_map(moved, mesh=mesh, in_specs=specs[0], out_specs=specs[1]))
 
 
@@ -122,7 +123,9 @@ class Program:
 
     def _moved(self, way: Callable[..., Any], name: str) -> Any:
         specs = self.layout.placed[name].main, self.layout.stored_spec(name)
-        return _jitted_restack(way, self.mesh, self.layout.body, *specs)
+        body = self.layout.body
+        assert body is not None
+        return _jitted_restack(way, self.mesh, body.layer.shape, body.num_layers, *specs)
 
     def abstract_stored(self) -> State:
         """Return shapes and shardings of a state as a checkpoint has it."""

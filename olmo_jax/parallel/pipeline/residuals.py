@@ -92,7 +92,8 @@ def cut(function: Function, sinks: Tree, x: Tree, known: Known) -> Cut:
     """
     trees: dict[str, Any] = {}
 
-    def forward(sinks: Tree, x: Tree, known: Known) -> tuple[list[Array], list[Array]]:
+    # Residuals may be NumPy's: a constant of the function.
+    def forward(sinks: Tree, x: Tree, known: Known) -> tuple[list[Array], list[Any]]:
         def share_of(sinks: Tree, x: Tree) -> tuple[Tree, Tree]:
             output, share, sums = own(function(sinks, x, known.data, *known.place))
             return (output, share), sums

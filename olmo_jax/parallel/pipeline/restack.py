@@ -1,20 +1,27 @@
-"""The body's leaves between stages, as a step has them, and layers, as a checkpoint has them."""
+"""The body's leaves between stages, as a step has them, and layers, as a checkpoint has them.
+
+`places` is the shape of the grid, (chunks, ranks, places of a stage): the layers in order, then
+empty places.
+"""
+
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from olmo_jax.config.layers import Grid
 from olmo_jax.parallel.pipeline.transfers import AXIS
 
 _STAGE = 1
-_BEFORE = 2
-"""Dims that chunks and stages have, and layers have not."""
+_MORE = 2
+"""As many dims more than a leaf by layers has a leaf by stages."""
+
+Places = tuple[int, int, int]
 
 
 def to_layers(
-    leaf: Float32[Array, "chunks 1 places ..."], grid: Grid, dim: int | None
+    leaf: Float32[Array, "chunks 1 places ..."], places: Places, num_layers: int, dim: int | None
 ) -> Float32[Array, "layers ..."]:
     """Bring the layers of all stages together, and leave this rank its part of the result's `dim`.
 
@@ -26,12 +33,12 @@ def to_layers(
         if dim is None:
             whole = lax.all_gather(leaf, AXIS, axis=_STAGE, tiled=True, to="invarying")
         else:
-            whole = lax.all_to_all(leaf, AXIS, dim + _BEFORE, _STAGE, tiled=True)
-        return whole.reshape(grid.num_places, *whole.shape[3:])[: grid.num_layers]
+            whole = lax.all_to_all(leaf, AXIS, dim + _MORE, _STAGE, tiled=True)
+        return whole.reshape(-1, *whole.shape[3:])[:num_layers]
 
 
 def to_stages(
-    leaf: Float32[Array, "layers ..."], grid: Grid, dim: int | None
+    leaf: Float32[Array, "layers ..."], places: Places, num_layers: int, dim: int | None
 ) -> Float32[Array, "chunks 1 places ..."]:
     """Give each rank the layers of its stages, and zeros in the places that are empty.
 
@@ -39,8 +46,8 @@ def to_stages(
     """
     with jax.named_scope("layers_to_stages"):
         rest = ((0, 0),) * (leaf.ndim - 1)
-        whole = jnp.pad(leaf, ((0, grid.waste), *rest))
-        whole = whole.reshape(*grid.layer.shape, *leaf.shape[1:])
+        whole = jnp.pad(leaf, ((0, math.prod(places) - num_layers), *rest))
+        whole = whole.reshape(*places, *leaf.shape[1:])
         if dim is None:
             return lax.dynamic_slice_in_dim(whole, lax.axis_index(AXIS), 1, _STAGE)
-        return lax.all_to_all(whole, AXIS, _STAGE, dim + _BEFORE, tiled=True)
+        return lax.all_to_all(whole, AXIS, _STAGE, dim + _MORE, tiled=True)

@@ -1,0 +1,246 @@
+"""Steps of a pipeline against one device without collectives: gradients, losses, counts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from olmo_jax.config.records import WindowConfig
+from olmo_jax.config.rules import violations
+from olmo_jax.parallel.pipeline import machine as machines
+from olmo_jax.parallel.pipeline import ticks
+from olmo_jax.train.program import build
+from tests import cases
+from tests.parallel.pipeline.test_executor import poisoned
+from tests.parallel.test_agreement import AUXILIARY_X1000, BATCH, FSDP, ROUNDING, first_step
+
+matrix = pytest.mark.matrix
+
+
+def config_of(mesh, chunks=1, layers=6, *, parallel=(), model=(), **others):
+    """Return a config whose body has `layers - 1` routed layers, behind a dense one."""
+    config = cases.tiny(
+        mesh,
+        parallel={"pipeline_chunks": chunks, **dict(parallel)},
+        model={"num_layers": layers, **dict(model)},
+        **others,
+    )
+    broken = [text for text in violations(config) if "data.sources" not in text]
+    assert not broken, broken
+    return config
+
+
+def wanted(config, params, batch=BATCH):
+    model = config.model
+    routed = model.num_layers - model.num_dense_layers
+    bias = {cases.ROUTER_BIAS: np.zeros((routed, model.num_experts), np.float32)} if routed else {}
+    return cases.oracle(config, {**params, **bias}, batch)
+
+
+def check(program, batch=BATCH):
+    """Compare a first step with one device's, leaf by leaf."""
+    config = program.config
+    state, metrics, gradients = first_step(program, batch)
+    parts, counts, expected = wanted(config, cases.weights_of(program), batch)
+    cases.assert_close(gradients, expected, ROUNDING)
+    values = {"loss": parts.cross_entropy, "z_loss": parts.z, "grad_norm": cases.norm_of(expected)}
+    if counts is not None and counts.size:
+        layers = config.model.num_routed_layers
+        values |= {
+            "balance_loss": parts.balance / layers,
+            "router_z_loss": parts.router_z / layers,
+            "expert_counts": counts,
+            "max_load": (counts.max(-1) / counts.mean(-1)).max(),
+        }
+    for name, value in values.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=ROUNDING, err_msg=name)
+    assert metrics["tokens"] == batch.real.sum()
+    assert (metrics["drop_rate"], metrics["skipped"], metrics["stop"]) == (0, 0, 0)
+    return state, metrics, gradients
+
+
+WITH_EXPERTS = config_of({"pipeline": 2, "data": 2, "expert": 2}, 2, router=AUXILIARY_X1000)
+"""Four stages of two places, of which three are empty; 4 microbatches; heavy router losses."""
+
+WITH_FSDP = config_of({"pipeline": 4, "fsdp": 2}, parallel=FSDP, model={"tie_embeddings": True})
+"""Four stages of two places, a rank of them empty but for one layer; a tied embedding."""
+
+
+@pytest.fixture(scope="module")
+def with_experts(program_of):
+    """Return a step's program, and what it gave."""
+    program = program_of(WITH_EXPERTS)
+    return program, check(program)
+
+
+def test_a_step_with_experts_data_and_empty_places_is_one_devices(with_experts):
+    program, (state, metrics, _) = with_experts
+    # One move of each layer's bias, by the counts of all its microbatches.
+    counts = metrics["expert_counts"].astype(np.float64)
+    moved = 0.01 * np.sign(counts.mean(axis=1, keepdims=True) - counts)
+    bias = np.array(state.router_bias[cases.ROUTER_BIAS])
+    np.testing.assert_allclose(bias, moved, atol=1e-7)
+    # Weights that no layer has stay zero, through decay too.
+    for leaves in (state.main, state.moments["mu"], state.moments["nu"]):
+        cases.unstaged(program, leaves)
+
+
+def test_every_rank_has_the_same_metrics_and_state(with_experts):
+    _, (state, _, _) = with_experts
+    for leaf in jax.tree.leaves((state.router_bias, state.history, state.step)):
+        shards = [np.array(shard.data) for shard in leaf.addressable_shards]
+        assert len(shards) == 8
+        for shard in shards[1:]:
+            np.testing.assert_array_equal(shard, shards[0])
+
+
+def test_evaluation_is_the_training_loss_and_changes_nothing(with_experts):
+    program, (_, metrics, _) = with_experts
+    state = cases.state_of(program, cases.weights_of(program))
+    before = cases.host(state)
+    found = cases.host(program.evaluate(state, program.place(BATCH)))
+    np.testing.assert_allclose(found["ce_sum"] / found["counted"], metrics["loss"], rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, cases.host(state), before)
+
+
+def test_a_step_of_fsdp_with_a_tied_embedding_is_one_devices(program_of):
+    check(program_of(WITH_FSDP))
+
+
+def test_the_first_weights_do_not_depend_on_stages(program_of):
+    config = config_of({"pipeline": 2, "data": 2, "expert": 2}, 2, router=AUXILIARY_X1000)
+    staged, plain = program_of(config), program_of(config_of({}))
+    ours = cases.unstaged(staged, staged.init().main)
+    for name, leaf in plain.init().main.items():
+        np.testing.assert_array_equal(ours[name], leaf, err_msg=name)
+
+
+MESHES = {
+    "p2": ({"pipeline": 2}, {}),
+    "p4": ({"pipeline": 4}, {}),
+    "p2_e2": ({"pipeline": 2, "expert": 2}, {}),
+    "p2_d2": ({"pipeline": 2, "data": 2}, {}),
+    "p2_f2": ({"pipeline": 2, "fsdp": 2}, {"parallel": FSDP}),
+    "p4_e2": ({"pipeline": 4, "expert": 2}, {}),
+    "p4_d2": ({"pipeline": 4, "data": 2}, {}),
+    "p4_f2": ({"pipeline": 4, "fsdp": 2}, {"parallel": FSDP}),
+}
+CHUNKS = [(mesh, chunks) for mesh in MESHES for chunks in (1, 2, 3)]
+
+
+@matrix
+@pytest.mark.parametrize(("mesh", "chunks"), CHUNKS, ids=str)
+def test_every_mesh_and_number_of_chunks_gives_one_devices_step(mesh, chunks):
+    sizes, others = MESHES[mesh]
+    # 13 layers over 4 x 3 stages leave 12 of 24 places empty, and whole stages with them.
+    layers = 14 if (sizes["pipeline"], chunks) == (4, 3) else 9
+    config = config_of(sizes, chunks, layers, router=AUXILIARY_X1000, **others)
+    check(build_here(config))
+
+
+OTHERS = {
+    "hsdp_experts": ({"pipeline": 2, "data": 2, "fsdp": 2}, {"parallel": FSDP}),
+    "fsdp_experts": ({"pipeline": 2, "fsdp": 2, "expert": 2}, {"parallel": FSDP}),
+    "gathered_once": (
+        {"pipeline": 2, "fsdp": 2, "expert": 2},
+        {"parallel": {**FSDP, "reshard": "step"}},
+    ),
+    "replicated": ({"pipeline": 2, "data": 2}, {"shard_optimizer": False}),
+    "gpipe": (
+        {"pipeline": 2, "expert": 2},
+        {"parallel": {"pipeline_schedule": "gpipe"}, "chunks": 2},
+    ),
+    "1f1b": ({"pipeline": 4}, {"parallel": {"pipeline_schedule": "1f1b"}}),
+    "groups_of_one": ({"pipeline": 4, "data": 2}, {"microbatch": 2, "global_batch": 16}),
+    "block": ({"pipeline": 2, "expert": 2}, {"train": {"recompute": "block"}}),
+    "experts": ({"pipeline": 2, "expert": 2}, {"train": {"recompute": "experts"}}),
+    "windows": (
+        {"pipeline": 2, "data": 2},
+        {"model": {"windows": WindowConfig(pattern=(4, -1))}, "layers": 7},
+    ),
+    "dense": (
+        {"pipeline": 2, "data": 2},
+        {"model": {"num_dense_layers": 6}, "router": {"bias_gamma": None}},
+    ),
+    "no_leading_block": ({"pipeline": 2}, {"model": {"num_dense_layers": 0}}),
+    "other_leaves": (
+        {"pipeline": 2, "fsdp": 2},
+        {
+            "model": {
+                "attention_bias": True,
+                "attention_gate": "elementwise",
+                "qk_norm": "full",
+                "num_dense_layers": 2,
+            },
+            "parallel": FSDP,
+        },
+    ),
+    "balance_of_a_microbatch": (
+        {"pipeline": 2, "data": 2},
+        {"router": {"balance_weight": 0.0, "z_weight": 0.2}},
+    ),
+}
+
+
+@matrix
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_else_a_pipeline_goes_with_gives_one_devices_step(name):
+    mesh, others = OTHERS[name]
+    check(build_here(config_of(mesh, **others)))
+
+
+def build_here(config):
+    """Return a program that no other test asks for: it is given up after its test."""
+    from olmo_jax.mesh.devices import build_mesh
+
+    return build(config, build_mesh(dict(config.mesh)))
+
+
+@matrix
+@pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=str)
+def test_what_idle_ranks_hold_and_send_changes_nothing(poison, with_experts, monkeypatch):
+    zeros = machines.zeros
+
+    def blank(shapes, *leading):
+        """Return places full of poison. Its integers are the data's, which idle ranks share."""
+        return jax.tree.map(
+            lambda leaf: (
+                leaf + jnp.asarray(poison, leaf.dtype)
+                if jnp.issubdtype(leaf.dtype, jnp.floating)
+                else leaf
+            ),
+            zeros(shapes, *leading),
+        )
+
+    monkeypatch.setattr(machines, "blank", blank)
+    monkeypatch.setattr(ticks, "_forward", poisoned(ticks._forward, poison))
+    monkeypatch.setattr(ticks, "_backward", poisoned(ticks._backward, poison))
+    _, metrics, gradients = first_step(build_here(WITH_EXPERTS))
+    _, (_, clean, expected) = with_experts
+    jax.tree.map(np.testing.assert_array_equal, metrics, clean)
+    jax.tree.map(np.testing.assert_array_equal, gradients, expected)
+
+
+def train(config, batches, lrs):
+    program = build_here(config)
+    state = cases.state_of(program, cases.weights_of(program))
+    lines = []
+    for batch, lr in zip(batches, lrs, strict=True):
+        state, metrics = program.step(state, program.place(batch), lr)
+        lines.append(cases.host(metrics))
+    return cases.unstaged(program, state.main), lines
+
+
+@matrix
+@pytest.mark.parametrize("others", [{}, {"parallel": FSDP}], ids=["ddp", "fsdp"])
+def test_five_steps_are_those_of_a_run_without_a_pipeline(others):
+    batches = [cases.unkind_batch(seed) for seed in range(5)]
+    lrs = [1e-3 * (i + 1) for i in range(5)]
+    alone, wanted_lines = train(config_of({"data": 1}), batches, lrs)
+    mesh = {"pipeline": 2, "fsdp": 2, "expert": 2}
+    found, lines = train(config_of(mesh, 2, **others), batches, lrs)
+    for ours, theirs in zip(lines, wanted_lines, strict=True):
+        for name in ("loss", "z_loss", "balance_loss", "router_z_loss", "grad_norm"):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, err_msg=name)
+        np.testing.assert_array_equal(ours["expert_counts"], theirs["expert_counts"])
+    cases.assert_close(found, alone, 1e-5)
