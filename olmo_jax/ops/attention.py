@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import DTypeLike
 
 from olmo_jax.errors import UserError
-from olmo_jax.ops import varying
+from olmo_jax.ops import target, varying
 from olmo_jax.plan.static_sizes import block_pairs, block_size
 
 # Below any logit, and finite: the maximum of a row that sees nothing, to which exp(-inf - it) is 0.
@@ -244,7 +244,7 @@ _BACKENDS: dict[str, Callable[[Array, Array, Array, Array | None, int | None, fl
 def default_backend(dtype: DTypeLike, head_dim: int, length: int, *, segmented: bool) -> str:
     """Return `cudnn` on a GPU if it takes such arrays, else `blockwise`."""
     refusal = cudnn_refusal(dtype, head_dim, length, segmented=segmented)
-    return "cudnn" if jax.default_backend() == "gpu" and refusal is None else "blockwise"
+    return "cudnn" if target.here().is_gpu and refusal is None else "blockwise"
 
 
 def attention(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
-from olmo_jax.ops import varying
+from olmo_jax.ops import target, varying
 from olmo_jax.plan.static_sizes import CPU_TILE, num_visits, rest_rows, tile_rows
 
 # CUDA compute capabilities
@@ -45,7 +45,7 @@ def grouped_matmul(
 
     Raises: ValueError for an unknown backend, or one whose package is not installed.
     """
-    name = _backend_here() if backend is None else backend
+    name = default_backend(*target.here()) if backend is None else backend
     if name not in _BACKENDS:
         known = ", ".join(_BACKENDS)
         raise ValueError(f"backend={name!r} is no grouped matmul; use one of {known}")
@@ -62,11 +62,6 @@ def default_backend(platform: str, compute_capability: str = "0") -> str:
             return "large_tiles"
         return "mosaic" if float(compute_capability) < _BLACKWELL else "mosaic_product"
     return "ragged" if platform == "tpu" else "tiles"
-
-
-def _backend_here() -> str:
-    device = jax.devices()[0]
-    return default_backend(device.platform, getattr(device, "compute_capability", "0"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
