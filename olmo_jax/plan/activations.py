@@ -14,7 +14,7 @@ from olmo_jax.config.residuals import ALWAYS_KEPT, kept, present
 from olmo_jax.parallel.pipeline import SCHEDULES, Schedule
 from olmo_jax.parallel.pipeline.segments import segments, tables
 from olmo_jax.plan.parameters import block_shapes
-from olmo_jax.plan.placed import ITEM_BYTES
+from olmo_jax.plan.placed import ITEM_BYTES, leaves
 from olmo_jax.plan.static_sizes import (
     block_size,
     capacity,
@@ -146,16 +146,28 @@ def held(config: Config, sizes: Sizes) -> Held:
     if sizes["pipeline"] == 1:
         return Held(ends + sum(kept_bytes(config, sizes).values()))
     schedule = schedule_of(config, sizes)
-    program, places = segments(schedule), body_grid(model, *schedule_shape(config, sizes)).layer
-    body, leading = layer_plan(model).body, layer_plan(model).leading
-    chunk = places.shape[2] * _layers_bytes(config, sizes, body[:1])
+    program, leading = segments(schedule), layer_plan(model).leading
     waiting = program.inbox_groups + program.outbox_groups
     turns = schedule.microbatches if program.turns_wait else 0
     return Held(
         activations=program.first_slots * (state + _layers_bytes(config, sizes, leading)),
-        slots=tables(schedule).num_slots * chunk,
+        slots=tables(schedule).num_slots * chunk_bytes(config, sizes),
         queues=waiting * schedule.ranks * state + turns * state // schedule.ranks,
     )
+
+
+def chunk_bytes(config: Config, sizes: Sizes) -> int:
+    """Return what one chunk of a pipeline keeps of one microbatch; empty places keep as much."""
+    places = body_grid(config.model, *schedule_shape(config, sizes)).layer.shape[2]
+    return places * _layers_bytes(config, sizes, layer_plan(config.model).body[:1])
+
+
+def _tick_bytes(config: Config, sizes: Sizes) -> int:
+    if sizes["pipeline"] == 1:
+        return 0
+    body = [leaf for leaf in leaves(config, sizes) if leaf.unit == "body"]
+    gradients = 4 * sum(leaf.elements(leaf.placed.resident) for leaf in body)
+    return 2 * chunk_bytes(config, sizes) + gradients // config.parallel.pipeline_chunks
 
 
 def _layers_bytes(config: Config, sizes: Sizes, layers: Sequence[int]) -> int:
@@ -181,16 +193,18 @@ class Workspace(NamedTuple):
     """Bytes alive beside what is kept, each at its own moment of a microbatch: the largest counts.
 
     `block` is the backward pass of one block, with what it computes again; `dispatch` of it are the
-    buffers of the expert group; `logits` one chunk of the head with its gradient.
+    buffers of the expert group; `logits` one chunk of the head with its gradient. `tick` is, over a
+    pipeline, what a chunk keeps on its way into a slot and out of another, and its gradients.
     """
 
     block: int
     dispatch: int
     logits: int
+    tick: int = 0
 
     @property
     def most(self) -> int:
-        return max(self.block + self.dispatch, self.logits)
+        return self.tick + max(self.block + self.dispatch, self.logits)
 
 
 GROUP_SUMS: Mapping[str, Callable[[int], int]] = {
@@ -268,4 +282,5 @@ def workspace(config: Config, sizes: Sizes, platform: str = "gpu") -> Workspace:
         block=block + (_attention_block(config) if platform == "cpu" else 0),
         dispatch=wide * (item + 4 * GROUP_SUMS[platform](model.top_k)),
         logits=logits,
+        tick=_tick_bytes(config, sizes),
     )

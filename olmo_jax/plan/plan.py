@@ -120,7 +120,7 @@ class Plan:
             "queues": activations.queues,
         }
         total = sum(parts.values()) + space.most
-        spaces = {"block": space.block, "dispatch": space.dispatch, "logits": space.logits}
+        spaces = space._asdict()
         return {**parts, **spaces, "total": total}
 
     @property

@@ -25,6 +25,7 @@ CATEGORIES = {
     "activations": "kept for backward",
     "slots": "kept for backward, in the pipeline's slots",
     "queues": "hidden states that wait between a pipeline's parts",
+    "tick": "a chunk's way into and out of a slot, and its gradients",
     "block": "work space of one block's backward",
     "dispatch": "its dispatch buffers",
     "logits": "or the head's: a chunk of logits, the weight's gradient",

@@ -119,6 +119,7 @@ def test_every_part_adds_up():
     spaces = max(parts["block"] + parts["dispatch"], parts["logits"])
     others = sum(parts.values()) - parts["total"] - parts["block"] - parts["dispatch"]
     assert parts["total"] == others - parts["logits"] + spaces
+    assert parts.keys() <= report.CATEGORIES.keys()
     assert sum(plan.terms.values()) == plan.step_time_s
     assert list(plan.terms) == list(TERMS)
     assert plan.terms[plan.dominant] == max(plan.terms.values())
