@@ -1,22 +1,24 @@
 """What one optimizer step sends between ranks: from the config and the sizes of the mesh alone.
 
 Every collective of the step is here, the small ones included. Tests count the same on the step's
-jaxpr. Stages of a pipeline send more: that is not here.
+jaxpr. A rank of a pipeline that is idle in a tick, and an empty place, send as any other: one
+program runs on all.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from olmo_jax.config.layers import layer_plan
+from olmo_jax.config.layers import is_routed
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
 from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES
 from olmo_jax.mesh.rules import METHODS, Cuts, axes_used, cuts, replica_axes
-from olmo_jax.plan.placed import ITEM_BYTES, Leaf, leaves, parts
-from olmo_jax.plan.static_sizes import num_microbatches
+from olmo_jax.plan.passes import Passes, microbatch_tokens, passes
+from olmo_jax.plan.placed import Leaf, leaves, parts
+from olmo_jax.plan.static_sizes import ITEM_BYTES
 
-Kind = Literal["all_gather", "reduce_scatter", "reduce", "max"]
+Kind = Literal["all_gather", "reduce_scatter", "reduce", "max", "permute"]
 
 Sizes = Mapping[str, int]
 
@@ -28,8 +30,10 @@ def ring_bytes(kind: Kind, operand_bytes: int, ranks: int) -> float:
     """Return what one rank sends, by a ring over n ranks, if it puts in S = `operand_bytes`.
 
     Units: bytes. all_gather S (n-1), its operand being the shard; reduce_scatter S (n-1)/n; reduce
-    and max 2 S (n-1)/n.
+    and max 2 S (n-1)/n; permute S.
     """
+    if kind == "permute":
+        return float(operand_bytes)
     if kind == "all_gather":
         return float(operand_bytes * (ranks - 1))
     twice = 1 if kind == "reduce_scatter" else 2
@@ -40,8 +44,10 @@ def ring_bytes(kind: Kind, operand_bytes: int, ranks: int) -> float:
 class Traffic:
     """All that a step sends for one purpose, in one way.
 
-    `in_loop` says that the loop over microbatches holds it. `count` collectives a step, into which
-    one rank puts `operand_bytes` in all, and for which it sends `sent_bytes` by a ring.
+    `in_loop` says that it belongs to the work on microbatches, and there is the more of it the more
+    they are: the loop over them holds it, or, of a pipeline, the ticks and the first part's groups.
+    What is not in the loop is sent once a step. `count` collectives a step, into which one rank
+    puts `operand_bytes` in all, and for which it sends `sent_bytes` by a ring.
     """
 
     what: str
@@ -102,13 +108,14 @@ def total_bytes(
 
 
 def _all(config: Config, sizes: Sizes) -> Iterator[_Sent]:
-    placed = leaves(config, sizes)
+    placed, run = leaves(config, sizes), passes(config, sizes)
     yield from _divisors()
     if METHODS[config.parallel.method].resident:
         for leaf in placed:
-            yield from _unit_traffic(config, leaf, num_microbatches(config.train, sizes))
-    yield from _experts(config, sizes)
-    yield from _balance(config, num_microbatches(config.train, sizes))
+            yield from _unit_traffic(config, leaf, run)
+    yield from _stages(config, run, sizes)
+    yield from _experts(config, run, sizes)
+    yield from _balance(config, run)
     for leaf in placed:
         yield from _boundary(config, leaf)
     yield from _norm(placed)
@@ -138,13 +145,45 @@ def _scatters(
         elements //= parts(axes, sizes)
 
 
-def _forward_reads(config: Config, leaf: Leaf) -> int:
-    """Return how often one microbatch reads the weight: the head too reads a tied embedding."""
-    return 1 + (config.model.tie_embeddings and leaf.name == "embedding.weight")
+def _stages(config: Config, run: Passes, sizes: Sizes) -> Iterator[_Sent]:
+    """What a pipeline moves between stages, and between the body and both ends of the model."""
+    ranks = sizes["pipeline"]
+    x = microbatch_tokens(config, sizes) * config.model.d_model
+    rows = run.head_tokens * config.model.d_model
+
+    def along(what: str, kind: Kind, elements: int, times: int) -> _Sent:
+        sort = _Sort(what, True, kind, ("pipeline",), config.model.dtype)
+        return _Sent(sort, times, times * elements)
+
+    yield along("activations", "permute", x, run.num_body)
+    yield along("activation gradients", "permute", x, run.num_body)
+    yield along("rows of the head", "reduce_scatter", ranks * rows, run.num_last)
+    yield along("rows of the head", "all_gather", rows, run.num_last)
+    yield along("inputs of the body", "all_gather", x, run.num_first)
+    yield along("inputs of the body", "reduce_scatter", ranks * x, run.num_first)
 
 
-def _backward_reads(config: Config, leaf: Leaf) -> int:
-    """Return how often one microbatch gathers the weight again for its gradient.
+def _passes_of(leaf: Leaf, run: Passes) -> int:
+    """Return how often a step passes the unit that the leaf belongs to, and so reads the leaf."""
+    part = leaf.name.split(".")[0]
+    return {"embedding": run.num_first, "leading": run.num_first, "body": run.num_body}.get(
+        part, run.num_last
+    )
+
+
+def _layers_of(leaf: Leaf, run: Passes) -> int:
+    """Return how many layers of the leaf one pass reads: of the body a stage's."""
+    return len(run.body) if leaf.name.startswith("body.") else 1
+
+
+def _forward_reads(config: Config, leaf: Leaf, run: Passes) -> int:
+    """Return how often a step reads the weight: the head too reads a tied embedding."""
+    tied = config.model.tie_embeddings and leaf.name == "embedding.weight"
+    return _passes_of(leaf, run) + tied * run.num_last
+
+
+def _backward_reads(config: Config, leaf: Leaf, run: Passes) -> int:
+    """Return how often a step gathers the weight again for its gradient.
 
     The gradient of a lookup does not need the table; rows that a norm reads are looked up again if
     they were not kept.
@@ -152,25 +191,25 @@ def _backward_reads(config: Config, leaf: Leaf) -> int:
     if config.parallel.reshard != "full":
         return 0
     if leaf.name != "embedding.weight":
-        return 1
+        return _passes_of(leaf, run)
     looked_up = config.model.embedding_norm and "embedding" not in kept(config)
-    return looked_up + config.model.tie_embeddings
+    return looked_up * run.num_first + config.model.tie_embeddings * run.num_last
 
 
-def _unit_traffic(config: Config, leaf: Leaf, microbatches: int) -> Iterator[_Sent]:
+def _unit_traffic(config: Config, leaf: Leaf, run: Passes) -> Iterator[_Sent]:
     """What moves at the uses of a weight: what lies between `resident` and `compute`."""
     where = cuts(leaf.placed.compute, leaf.placed.resident)
     shard, dtype = leaf.elements(leaf.placed.resident), config.model.dtype
+    layers = _layers_of(leaf, run)
     if config.parallel.reshard == "step":
         yield from _gathers("weights", False, where, dtype, shard, 1, leaf.sizes)
     else:
-        reads = _forward_reads(config, leaf) + _backward_reads(config, leaf)
-        reads *= microbatches
-        times = reads * leaf.layers
-        yield from _gathers("weights", True, where, dtype, reads * shard, times, leaf.sizes)
-    uses = microbatches * _forward_reads(config, leaf)
-    whole = uses * leaf.elements(leaf.placed.compute)
-    yield from _scatters("gradients", True, where, whole, uses * leaf.layers, leaf.sizes)
+        reads = layers * (_forward_reads(config, leaf, run) + _backward_reads(config, leaf, run))
+        of_all = reads * shard // leaf.layers
+        yield from _gathers("weights", True, where, dtype, of_all, reads, leaf.sizes)
+    uses = layers * _forward_reads(config, leaf, run)
+    whole = uses * leaf.elements(leaf.placed.compute) // leaf.layers
+    yield from _scatters("gradients", True, where, whole, uses, leaf.sizes)
 
 
 def _boundary(config: Config, leaf: Leaf) -> Iterator[_Sent]:
@@ -184,24 +223,22 @@ def _boundary(config: Config, leaf: Leaf) -> Iterator[_Sent]:
         yield from _gathers("weights", False, where, config.model.dtype, shard, 1, sizes)
 
 
-def _experts(config: Config, sizes: Sizes) -> Iterator[_Sent]:
-    """What routed layers send in every microbatch, and again where backward computes it anew."""
-    model, train, saved = config.model, config.train, kept(config)
-    microbatches, layers = num_microbatches(train, sizes), model.num_routed_layers
-    tokens = train.microbatch * train.sequence_length // sizes["sequence"]
+def _experts(config: Config, run: Passes, sizes: Sizes) -> Iterator[_Sent]:
+    """What routed layers send whenever they are run, and again where backward computes it anew."""
+    model, saved, layers = config.model, kept(config), _routed_runs(config, run)
+    tokens = microbatch_tokens(config, sizes)
     routes, features, dtype = tokens * model.top_k, tokens * model.d_model, model.dtype
     all_routes, all_features = routes * sizes["expert"], features * sizes["expert"]
 
     def along(what: str, kind: Kind, dtype: str, elements: int, runs: int) -> _Sent:
-        number = runs * layers * microbatches
+        number = runs * layers
         return _Sent(_Sort(what, True, kind, ("expert",), dtype), number, number * elements)
 
-    plans = _forward_routings(config) + layers * ("route_plan" not in saved)
+    plans = _forward_routings(config, run) + layers * ("route_plan" not in saved)
     dispatches = 1 + ("expert_rows" not in saved)
     # Without a norm after it no gradient reads what came back from the experts.
     combines = 1 + ("combined" not in saved and model.norm != "pre")
-    for elements, times in ((model.num_experts, plans), (routes, 2 * plans)):
-        number = times * microbatches
+    for elements, number in ((model.num_experts, plans), (routes, 2 * plans)):
         sort = _Sort("expert plan", True, "all_gather", ("expert",), "int32")
         yield _Sent(sort, number, number * elements)
     yield along("expert rows", "all_gather", dtype, features, dispatches)
@@ -214,33 +251,40 @@ def _experts(config: Config, sizes: Sizes) -> Iterator[_Sent]:
     yield along("expert rows", "reduce_scatter", "float32", all_features, 1)
 
 
-def _scanned_once(config: Config) -> int:
-    """Return how often a microbatch computes what is the same in all routed layers of the scan.
+def _routed_runs(config: Config, run: Passes) -> int:
+    """Return how often a step runs a routed layer forward."""
+    return sum(times for layer, times in run.layers() if is_routed(config.model, layer))
+
+
+def _scanned_once(config: Config, run: Passes) -> int:
+    """Return how often a step computes what is the same in all routed layers of a scan.
 
     Autodiff takes it out of the scan over layers: a period's is left, and the single layers'.
     """
-    plan, layers = layer_plan(config.model), config.model.num_routed_layers
-    return layers - len(plan.body) + plan.period if layers else 0
+    if not config.model.num_routed_layers:
+        return 0
+    hoisted = len(run.body) - run.plan.period
+    return _routed_runs(config, run) - hoisted * run.num_body
 
 
-def _forward_routings(config: Config) -> int:
-    """Return how many layers of a microbatch route anew: uniform routes are the same in all."""
+def _forward_routings(config: Config, run: Passes) -> int:
+    """Return how many layers a step routes anew: uniform routes are the same in all of a scan."""
     if config.model.router.assignment == "uniform":
-        return _scanned_once(config)
-    return config.model.num_routed_layers
+        return _scanned_once(config, run)
+    return _routed_runs(config, run)
 
 
-def _balance(config: Config, microbatches: int) -> Iterator[_Sent]:
+def _balance(config: Config, run: Passes) -> Iterator[_Sent]:
     """The counts of the balance loss, and its tokens, summed over the ranks of its scope."""
     model = config.model
     scope = model.router.balance_scope
     axes = {"instance": ("sequence",), "microbatch": (), "global": TOKEN_AXES}[scope]
     rows = config.train.microbatch if scope == "instance" else 1
-    again = model.num_routed_layers * ("balance_counts" not in kept(config))
+    again = _routed_runs(config, run) * ("balance_counts" not in kept(config))
     # The tokens are the same in all layers.
-    counts, tokens = _forward_routings(config), _scanned_once(config)
+    counts, tokens = _forward_routings(config, run), _scanned_once(config, run)
     for elements, runs in ((rows * model.num_experts, counts), (rows, tokens)):
-        times = microbatches * (runs + again)
+        times = runs + again
         yield _Sent(_Sort("counts", True, "reduce", axes, "int32"), times, times * elements)
 
 

@@ -14,13 +14,14 @@ Differs: there the gains and biases of attention and the final norm count as 6 e
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from olmo_jax.config.layers import is_routed, window_of
 from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.config.residuals import recomputed
+from olmo_jax.plan.passes import passes
 from olmo_jax.plan.static_sizes import (
     CPU_TILE,
     EMBEDDING_TILE,
@@ -112,6 +113,22 @@ def _layer(
     }
 
 
+def _of_layers(
+    model: ModelConfig,
+    runs: Iterable[tuple[int, int]],
+    *,
+    tokens: int,
+    pairs: Callable[[int | None], int],
+    rows: int,
+) -> dict[str, Flops]:
+    """Return the FLOPs of the layers of `runs`, each as often as it says, by kind of product."""
+    sums: dict[str, Flops] = {}
+    for layer, times in runs:
+        for kind, part in _layer(model, layer, tokens, pairs, rows).items():
+            sums[kind] = sums.get(kind, Flops()) + part * times
+    return sums
+
+
 def components(
     model: ModelConfig, *, tokens: int, pairs: Callable[[int | None], int], rows: int
 ) -> dict[str, Flops]:
@@ -121,10 +138,9 @@ def components(
     `tokens`, `rows` the rows that pass a layer's routed experts: with the useful numbers this is
     useful work, with those of a program (all pairs of its blocks, whole tiles) what that executes.
     """
-    layers = [_layer(model, i, tokens, pairs, rows) for i in range(model.num_layers)]
-    kinds = dict.fromkeys(kind for layer in layers for kind in layer)
-    sums = {kind: sum((layer.get(kind, Flops()) for layer in layers), Flops()) for kind in kinds}
-    return sums | {"head": head(model, tokens)}
+    runs = ((layer, 1) for layer in range(model.num_layers))
+    layers = _of_layers(model, runs, tokens=tokens, pairs=pairs, rows=rows)
+    return layers | {"head": head(model, tokens)}
 
 
 def useful(model: ModelConfig, sequence_length: int) -> dict[str, Flops]:
@@ -150,6 +166,7 @@ def _expert_rows(config: Config, tokens: int, num_ranks: int) -> int:
 def _computed_again(
     model: ModelConfig,
     again: Collection[str],
+    runs: Iterable[tuple[int, int]],
     *,
     tokens: int,
     pairs: Callable[[int | None], int],
@@ -175,8 +192,8 @@ def _computed_again(
         outer = matmul(count, hidden, width).forward if f"{name}_output" in again else 0
         return inner + (outer if output else 0)
 
-    total: Counter[str] = Counter()
-    for layer in range(model.num_layers):
+    def one(layer: int) -> Counter[str]:
+        total: Counter[str] = Counter()
         for name, out in heads.items():
             if name in again:
                 total["attention_projections"] += matmul(tokens, width, out).forward
@@ -188,17 +205,22 @@ def _computed_again(
             total["attention_scores"] += scores // 2
         if not is_routed(model, layer):
             total["dense_mlp"] += gated("mlp", model.dense_hidden, tokens, output=read_by_norm)
-            continue
+            return total
         if "router_logits" in again:
             total["router"] += router(model, tokens).forward
         total["routed_experts"] += gated("expert", model.expert_hidden, rows, output=True)
         total["shared_expert"] += gated("shared", model.shared_hidden, tokens, output=read_by_norm)
-    return total
+        return total
+
+    sums: Counter[str] = Counter()
+    for layer, times in runs:
+        sums.update({kind: times * flops for kind, flops in one(layer).items()})
+    return sums
 
 
-def _executed(config: Config, num_expert_ranks: int) -> dict[str, Flops]:
-    """Return what one device multiplies for one microbatch."""
-    model, train = config.model, config.train
+def _executed(config: Config, sizes: Mapping[str, int]) -> dict[str, Flops]:
+    """Return what one device multiplies in a step."""
+    model, train, run = config.model, config.train, passes(config, sizes)
     tokens = train.microbatch * train.sequence_length
     block = block_size(train.sequence_length)
 
@@ -206,9 +228,10 @@ def _executed(config: Config, num_expert_ranks: int) -> dict[str, Flops]:
         pairs = block_pairs_count(train.sequence_length, window)
         return train.microbatch * pairs * block * block
 
-    rows = _expert_rows(config, tokens, num_expert_ranks)
-    parts = components(model, tokens=tokens, pairs=pairs, rows=rows)
-    parts["head"] = head(model, pieces(tokens, train.head_chunk_tokens).total)
+    rows = _expert_rows(config, tokens, sizes["expert"])
+    parts = _of_layers(model, run.layers(), tokens=tokens, pairs=pairs, rows=rows)
+    head_rows = run.num_last * pieces(run.head_tokens, train.head_chunk_tokens).total
+    parts["head"] = head(model, head_rows)
     # The cotangents of a tile, sorted by token, times the matrix of which tokens are equal.
     tile = pieces(tokens, EMBEDDING_TILE)
     parts["embedding"] = Flops()
@@ -216,11 +239,12 @@ def _executed(config: Config, num_expert_ranks: int) -> dict[str, Flops]:
         {
             "attention_scores": parts["attention_scores"].forward // 2,
             "head": parts["head"].forward,
-            "embedding": 2 * tile.total * tile.size * model.d_model,
+            "embedding": run.num_first * 2 * tile.total * tile.size * model.d_model,
         }
     )
-    more.update(_computed_again(model, recomputed(config), tokens=tokens, pairs=pairs, rows=rows))
-    if "head_normaliser" in recomputed(config):
+    again = recomputed(config)
+    more.update(_computed_again(model, again, run.layers(), tokens=tokens, pairs=pairs, rows=rows))
+    if "head_normaliser" in again:
         more["head"] += parts["head"].forward
     return {kind: part + Flops(backward=more[kind]) for kind, part in parts.items()}
 
@@ -233,15 +257,17 @@ def step_flops(
     `executed` counts what its program multiplies, by the backends that a CPU has: whole blocks of
     attention, whole tiles and unused visits of the routed experts' full buffers, padded chunks of
     the head; in the backward pass the scores and the logits again, and the sums that make the
-    embedding's gradient; and what `train.recompute` has it compute again.
+    embedding's gradient; and what `train.recompute` has it compute again. Under a pipeline it does
+    so in every tick, idle or not, and in empty places too.
     """
-    train = config.train
-    times = num_microbatches(train, sizes)
     if executed:
-        one = _executed(config, sizes["expert"])
-    else:
-        one, times = useful(config.model, train.sequence_length), times * train.microbatch
-    return {kind: part * times for kind, part in one.items()}
+        return _executed(config, sizes)
+    train = config.train
+    # Each pipeline rank does its part of every microbatch: as much as all of every P-th.
+    times = num_microbatches(train, sizes) * train.microbatch // sizes["pipeline"]
+    return {
+        kind: part * times for kind, part in useful(config.model, train.sequence_length).items()
+    }
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from olmo_jax.config.records import Config
 from olmo_jax.mesh.rules import METHODS
-from olmo_jax.plan.placed import ITEM_BYTES, Leaf, leaves
+from olmo_jax.plan.placed import Leaf, leaves
+from olmo_jax.plan.static_sizes import ITEM_BYTES
 
 Sizes = Mapping[str, int]
 
@@ -19,7 +20,9 @@ class Memory(NamedTuple):
 
     `weights` in the compute dtype stay between steps, as do `main`, `moments` and `others` (router
     biases, the history of losses and norms, counters). `gradients` are the FP32 accumulators of a
-    step. `gathered` is what FSDP holds at most of weights that were gathered: one unit, or all.
+    step; under a pipeline a tied embedding has two, one for each end of the model. Empty places of
+    its stages are state too. `gathered` is what FSDP holds at most of weights that were gathered:
+    one unit, or all.
     """
 
     weights: int
@@ -54,12 +57,20 @@ def memory(config: Config, sizes: Sizes) -> Memory:
     keeps_weights = METHODS[config.parallel.method].keeps_weights
     return Memory(
         weights=ITEM_BYTES[config.model.dtype] * resident if keeps_weights else 0,
-        gradients=4 * resident,
+        gradients=4 * (resident + _summed_twice(config, placed, sizes)),
         main=4 * main,
         moments=8 * main,
         others=_others(config),
         gathered=0 if keeps_weights else _gathered(config, placed),
     )
+
+
+def _summed_twice(config: Config, placed: list[Leaf], sizes: Sizes) -> int:
+    """Return the elements whose gradients both ends of a pipelined model add up."""
+    if sizes["pipeline"] == 1 or not config.model.tie_embeddings:
+        return 0
+    (table,) = (leaf for leaf in placed if leaf.name == "embedding.weight")
+    return table.elements(table.placed.resident)
 
 
 def _others(config: Config) -> int:

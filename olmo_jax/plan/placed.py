@@ -11,8 +11,6 @@ from olmo_jax.config.records import Config
 from olmo_jax.mesh.rules import STACKED, STAGED, Placed, axes_used, place
 from olmo_jax.plan.parameters import ParameterShape, parameter_shapes
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
-
 
 class Leaf(NamedTuple):
     """One parameter: a leaf of the body holds all of a rank's layers, `layers` of them."""

@@ -19,6 +19,8 @@ BLOCK = 256
 
 EMBEDDING_TILE = 128
 
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "bool": 1}
+
 # Fewest and most rows. Below 64 the loop costs more than the rows that a smaller tile saves.
 CPU_TILE = (64, 512)
 

@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from olmo_jax.config import Config, with_mesh, without_effect
+from olmo_jax.config.layers import body_grid, layer_plan, least_waste
+from olmo_jax.config.messages import listing
 from olmo_jax.config.records import OptimConfig
 from olmo_jax.mesh.axes import DENSE_DATA_AXES, num_devices_wanted, resolve
 from olmo_jax.plan.flops import step_flops
 from olmo_jax.plan.parameters import active_parameters, parameter_shapes, total_parameters
+from olmo_jax.plan.passes import num_ticks
+from olmo_jax.plan.residuals import num_slots, peak_live, slot_bytes
 from olmo_jax.plan.static_sizes import num_microbatches
 
 
@@ -60,6 +64,8 @@ def facts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         f"  microbatch  {microbatches} a step, each of {train.microbatch} sequence(s) on each of "
         f"{ranks} data ranks"
     )
+    if sizes["pipeline"] > 1:
+        yield from pipeline(config, sizes)
     yield f"  run         {train.steps} steps = {amount(train.steps * tokens)} tokens"
     useful, executed = (
         sum(part.total for part in step_flops(config, sizes, executed=executed).values())
@@ -73,6 +79,35 @@ def facts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         "              (2mkn a product, twice that backward; allowed query-key pairs, top_k "
         "experts; no lookup, no recompute)"
     )
+
+
+def pipeline(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    ranks, chunks = sizes["pipeline"], config.parallel.pipeline_chunks
+    ticks = num_ticks(ranks, chunks, num_microbatches(config.train, sizes))
+    yield (
+        f"  pipeline    {ranks} ranks x {chunks} chunk(s), {config.parallel.pipeline_schedule}: "
+        f"bubble {ranks - 1}/{ticks} = {100 * (ranks - 1) / ticks:.1f}% of the time"
+    )
+    first, last = (peak_live(config, sizes, rank) for rank in (0, ranks - 1))
+    yield (
+        f"              the first rank holds up to {first} chunk activations, the last {last}; "
+        f"{num_slots(config, sizes)} slots on each, {amount(slot_bytes(config, sizes))}B in all"
+    )
+    yield f"              {empty_places(config, ranks)}"
+
+
+def empty_places(config: Config, ranks: int) -> str:
+    """Say how many places of a pipeline have no layer, and which chunk counts leave fewest."""
+    chunks, plan = config.parallel.pipeline_chunks, layer_plan(config.model)
+    grid = body_grid(config.model, ranks, chunks)
+    text = f"{grid.waste} of {grid.num_places} layer places are empty"
+    best = least_waste(len(plan.body), ranks, period=plan.period)
+    if not grid.waste:
+        return text
+    if chunks in best:
+        return f"{text}, no other chunk count leaves fewer"
+    fewest = body_grid(config.model, ranks, best[0]).waste
+    return f"{text}; parallel.pipeline_chunks={listing(best)} leaves fewest, {fewest}"
 
 
 def layers(config: Config) -> str:

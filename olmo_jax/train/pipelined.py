@@ -139,10 +139,8 @@ class _Model:
             *({name: zeros[name] for name in zeros if name.startswith(part)} for part in prefixes)
         )
 
-    def _params(self, sinks: Params | None) -> dict[str, Any]:
-        """Return what the units read of one part of the model."""
-        if sinks is None:
-            sinks = units.zeros(self.weights)
+    def _params(self, sinks: Params) -> dict[str, Any]:
+        """Return what the units read of one part of the model, the one that `sinks` are of."""
         weights = {name: self.weights[name] for name in sinks}
         return {**self.resident.pair(weights, sinks), **self.router_bias}
 
@@ -159,14 +157,17 @@ class _Model:
     def _share(self, sums: Sums) -> Float32[Array, ""]:
         return total(self._config, divide(sums, self.divisors))
 
+    def _router_share(self, router: RouterSums | None) -> Float32[Array, ""]:
+        return self._share(Sums(jnp.zeros(()), jnp.zeros(()), router))
+
     def first(
         self, sinks: Params | None, rows: Batch
     ) -> tuple[Float[Array, "B L D"], Float32[Array, ""], list[RouterSums | None]]:
         """Return a microbatch's input of the body."""
-        x, sums = enter(self._walk(rows), self._params(sinks), rows.tokens)
-        zero = jnp.zeros(())
-        shares = [self._share(Sums(zero, zero, one)) for one in sums if one is not None]
-        return x, sum(shares, zero), sums
+        params = self._params(self._sinks().first if sinks is None else sinks)
+        x, sums = enter(self._walk(rows), params, rows.tokens)
+        shares = [self._router_share(one) for one in sums]
+        return x, sum(shares, jnp.zeros(())), sums
 
     def body(
         self,
@@ -177,6 +178,7 @@ class _Model:
     ) -> tuple[Float[Array, "B L D"], Float32[Array, ""], RouterSums | None]:
         """Run one chunk's layers, a period at a time; an empty place passes its input on."""
         way, plan = self._walk(rows), layer_plan(self._config.model)
+        sinks = pick(self._sinks().body, 0) if sinks is None else sinks
         numbers = pick(self.numbers, chunk)
         is_full = _grid(self.resident.layout).waste == 0
 
@@ -196,14 +198,13 @@ class _Model:
         index = vary_over(jnp.arange(len(numbers)), AXES)
         x, sums = lax.scan(one_period, x, (index, sinks, numbers, numbers != EMPTY))
         sums = jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), sums)
-        zero = jnp.zeros(())
-        return x, self._share(Sums(zero, zero, sums)), sums
+        return x, self._router_share(sums), sums
 
     def last(
         self, sinks: Params | None, rows: Float[Array, "t D"], labels: Int32[Array, " t"]
     ) -> tuple[Float32[Array, ""], tuple[Float32[Array, ""], Float32[Array, ""]]]:
         """Return the losses of some rows of the body's output."""
-        params = self._params(sinks)
+        params = self._params(self._sinks().last if sinks is None else sinks)
         sums = leave(self._config, params, rows[None], labels[None], self.placement)
         return self._share(Sums(*sums, None)), sums
 

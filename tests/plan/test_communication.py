@@ -11,6 +11,7 @@ from olmo_jax.plan.communication import communication, total_bytes
 from olmo_jax.plan.parameters import parameter_shapes
 from olmo_jax.program import MICROBATCHES, hlo, jaxpr
 from tests import cases
+from tests.plan.traffic import counted, planned, sizes_of
 
 MOVED = ("weights", "gradients")
 FSDP = {"method": "fsdp"}
@@ -100,36 +101,10 @@ def config_of(mesh, parallel, num_microbatches, *, model=None, **others):
     )
 
 
-def sizes_of(config):
-    return dict(config.mesh)
-
-
-def planned(config):
-    """Return (collectives, bytes put in, bytes sent) of each sort, by the plan."""
-    totals = defaultdict(lambda: [0, 0, 0.0])
-    for each in communication(config, sizes_of(config)):
-        total = totals[each.in_loop, each.kind, each.axes, each.dtype]
-        total[0] += each.count
-        total[1] += each.operand_bytes
-        total[2] += each.sent_bytes
-    return totals
-
-
-def counted(config, program_of):
-    """Return the same, counted on the jaxpr of the step."""
-    program, sizes = program_of(config), sizes_of(config)
-    step = jaxpr.live(program.jitted.trace(*program.abstract_arguments()).jaxpr)
-    totals = defaultdict(lambda: [0, 0, 0.0])
-    for c in jaxpr.collectives(step, sizes):
-        total = totals[jaxpr.inside(c.loops, scope=MICROBATCHES), c.kind, c.axes, c.dtype]
-        total[0] += c.count
-        total[1] += c.count * c.operand_bytes
-        total[2] += c.count * jaxpr.ring_bytes(c, sizes)
-    return totals
-
-
 def assert_equal(config, program_of):
-    found, wanted = counted(config, program_of), planned(config)
+    program = program_of(config)
+    step = jaxpr.live(program.jitted.trace(*program.abstract_arguments()).jaxpr)
+    found, wanted = counted(step, sizes_of(config)), planned(config)
     assert found.keys() == wanted.keys()
     for key, (count, put_in, sent) in found.items():
         assert wanted[key][:2] == [count, put_in], key

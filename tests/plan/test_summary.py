@@ -7,13 +7,17 @@ import pytest
 from olmo_jax.config.records import (
     Config,
     DataConfig,
+    MeshConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     SourceConfig,
+    TrainConfig,
     WindowConfig,
 )
 from olmo_jax.plan.parameters import parameter_shapes
-from olmo_jax.plan.summary import summary, warnings
+from olmo_jax.plan.residuals import slot_bytes
+from olmo_jax.plan.summary import amount, summary, warnings
 
 
 def test_a_glob_that_matches_no_parameter_is_named_with_a_name_that_exists():
@@ -51,3 +55,52 @@ def test_the_largest_models_are_described_at_once(name):
     assert "FLOPs" in summary(Config(model=ModelConfig(**LARGE[name]), data=SOURCES))
     # A tenth of a second without the type checks of a test run.
     assert time.process_time() - start < 4
+
+
+def pipelined(num_layers: int, schedule: str, chunks: int) -> Config:
+    return Config(
+        mesh=MeshConfig(pipeline=4),
+        model=ModelConfig(num_layers=num_layers, num_dense_layers=2),
+        parallel=ParallelConfig(pipeline_schedule=schedule, pipeline_chunks=chunks),
+        train=TrainConfig(global_batch=8),
+        data=SOURCES,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "times", "held", "places"),
+    [
+        (
+            pipelined(39, "interleaved", 2),
+            "4 ranks x 2 chunk(s), interleaved: bubble 3/19 = 15.8% of the time",
+            "the first rank holds up to 11 chunk activations, the last 5; 11 slots on each, ",
+            "3 of 40 layer places are empty, no other chunk count leaves fewer",
+        ),
+        (
+            pipelined(39, "interleaved", 3),
+            "4 ranks x 3 chunk(s), interleaved: bubble 3/27 = 11.1% of the time",
+            "the first rank holds up to 15 chunk activations, the last 9; 15 slots on each, ",
+            "11 of 48 layer places are empty; parallel.pipeline_chunks=1, 2 or 5 leaves fewest, 3",
+        ),
+        (
+            pipelined(10, "gpipe", 1),
+            "4 ranks x 1 chunk(s), gpipe: bubble 3/11 = 27.3% of the time",
+            "the first rank holds up to 8 chunk activations, the last 8; 9 slots on each, ",
+            "0 of 8 layer places are empty",
+        ),
+    ],
+    ids=["least waste", "another count leaves fewer", "no waste"],
+)
+def test_a_pipeline_is_described_by_its_bubble_its_slots_and_its_places(
+    config, times, held, places
+):
+    lines = summary(config).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("  pipeline "))
+    first, second, third = (line[len("  pipeline    ") :] for line in lines[start : start + 3])
+    assert (first, third) == (times, places)
+    size = slot_bytes(config, dict(config.mesh))
+    assert second == f"{held}{amount(size)}B in all"
+
+
+def test_a_mesh_without_a_pipeline_says_nothing_of_one():
+    assert "pipeline" not in summary(Config(data=SOURCES))
