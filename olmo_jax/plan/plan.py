@@ -8,15 +8,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from olmo_jax.config.records import Config
-from olmo_jax.parallel.pipeline import peak_live
-from olmo_jax.plan.activations import Held, Workspace, held, schedule_of, workspace
+from olmo_jax.plan.activations import Held, Workspace, held, workspace
 from olmo_jax.plan.communication import Traffic, communication
 from olmo_jax.plan.flops import flops_per_token
 from olmo_jax.plan.hardware import Hardware, link
 from olmo_jax.plan.memory import Memory, memory
 from olmo_jax.plan.parameters import active_parameters, total_parameters
-from olmo_jax.plan.placed import ITEM_BYTES, leaves
-from olmo_jax.plan.static_sizes import num_microbatches
+from olmo_jax.plan.placed import leaves
+from olmo_jax.plan.residuals import peak_live
+from olmo_jax.plan.static_sizes import ITEM_BYTES, num_microbatches
 from olmo_jax.plan.step_time import (
     bubble_share,
     model_flops_utilisation,
@@ -160,9 +160,10 @@ class Plan:
     @property
     def live_chunks(self) -> list[int]:
         """Return the most chunk activations that each pipeline rank ever needs; [] without one."""
-        if self.sizes["pipeline"] == 1:
+        ranks = self.sizes["pipeline"]
+        if ranks == 1:
             return []
-        return peak_live(schedule_of(self.config, self.sizes)).tolist()
+        return [peak_live(self.config, self.sizes, rank) for rank in range(ranks)]
 
     @cached_property
     def methods(self) -> list[MethodRow]:

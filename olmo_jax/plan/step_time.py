@@ -7,15 +7,16 @@ at a part of the link's. XLA hides some transfers behind products; the sum does 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from olmo_jax.config.layers import body_grid, layer_plan
+from olmo_jax.config.layers import body_grid, is_routed
 from olmo_jax.config.records import Config
 from olmo_jax.parallel.pipeline import bubble
-from olmo_jax.plan.activations import result_bytes, schedule_of
+from olmo_jax.plan.activations import schedule_of
 from olmo_jax.plan.communication import Traffic
 from olmo_jax.plan.flops import flops_per_token, step_flops
 from olmo_jax.plan.hardware import Hardware, bytes_per_s
 from olmo_jax.plan.memory import Memory
-from olmo_jax.plan.static_sizes import num_microbatches
+from olmo_jax.plan.passes import passes
+from olmo_jax.plan.residuals import block_results
 
 Sizes = Mapping[str, int]
 
@@ -26,6 +27,12 @@ with its cotangent, which is written and read."""
 UPDATE_BYTES = 34
 """What AdamW moves of a parameter's shard: gradient 4 twice (norm and clip), main and moments read
 and written 24, the weight in bf16 written 2."""
+
+OF_LAYERS = (
+    *("products", "attention", "recompute", "memory"),
+    *("expert traffic", "weight traffic", "sequence traffic", "stage traffic"),
+)
+"""The terms that grow with the runs of layers."""
 
 TERMS = {
     "products": "matrix products of the model, whole buffers of rows",
@@ -45,81 +52,72 @@ TERMS = {
 """Name of a term to what it is, in the order in which they are shown."""
 
 
-def share_of_layers(config: Config, sizes: Sizes) -> tuple[float, float]:
-    """Return how much of the model's layers a rank computes: for the model, and in empty places."""
-    plan, ranks = layer_plan(config.model), sizes["pipeline"]
+class Shares(NamedTuple):
+    """Of all that layers do in a step, empty places and idle ticks included, the part of each."""
+
+    model: float
+    empty: float
+    idle: float
+
+
+def shares(config: Config, sizes: Sizes) -> Shares:
+    """Return how the runs of layers divide. A rank that is idle, and an empty place, run too."""
+    ranks, run = sizes["pipeline"], passes(config, sizes)
     if ranks == 1:
-        return 1.0, 0.0
+        return Shares(1.0, 0.0, 0.0)
+    body = run.num_body * len(run.body)
+    others = run.num_first * len(run.plan.leading) + run.num_last * len(run.plan.trailing)
+    of_body = body / (body + others)
     grid = body_grid(config.model, ranks, config.parallel.pipeline_chunks)
-    return 1 / ranks, grid.waste / (len(plan.body) + len(plan.leading)) / ranks
+    idle = (ranks - 1) / run.num_body
+    empty = (1 - idle) * grid.waste / grid.num_places
+    return Shares(1 - of_body * (idle + empty), of_body * empty, of_body * idle)
 
 
 class Work(NamedTuple):
-    """FLOPs of one device and step: what backends execute, by kind of term."""
+    """FLOPs of one device and step, as executed: of layers, of their attention, of both ends.
+
+    `again` of the layers' products is what backward repeats.
+    """
 
     products: float
     attention: float
-    recompute: float
-    empty: float
-
-    @property
-    def total(self) -> float:
-        return sum(self)
+    again: float
+    ends: float
 
 
 def _executed(config: Config, sizes: Sizes) -> dict[str, int]:
-    """Return the FLOPs that a data rank executes for all layers, by kind."""
-    flops = step_flops(config, {**sizes, "pipeline": 1}, executed=True)
+    flops = step_flops(config, sizes, executed=True)
     return {kind: part.total for kind, part in flops.items()}
 
 
 def work(config: Config, sizes: Sizes) -> Work:
-    """Return what one device multiplies in a step.
-
-    Over a pipeline a rank has its part of the layers, empty places besides, and of both ends.
-    """
-    plain = config.model_copy(
-        update={"train": config.train.model_copy(update={"recompute": "none"})}
-    )
-    kinds = _executed(plain, sizes)
+    """Return what one device multiplies in a step, in idle ticks too."""
+    train = config.train.model_copy(update={"recompute": "none"})
+    kinds = _executed(config.model_copy(update={"train": train}), sizes)
     again = sum(_executed(config, sizes).values()) - sum(kinds.values())
-    own, empty = share_of_layers(config, sizes)
-    scale = 1 / sizes["sequence"]
-    total, attention = sum(kinds.values()), kinds["attention_scores"]
-    layers = total - kinds["head"] - kinds["embedding"]
-    return Work(
-        products=scale * own * (total - attention),
-        attention=scale * own * attention,
-        recompute=scale * own * again,
-        empty=scale * empty * (layers + again),
-    )
+    ends, attention = kinds["head"] + kinds["embedding"], kinds["attention_scores"]
+    return Work(sum(kinds.values()) - ends - attention, attention, again, ends)
 
 
-def _elementwise_bytes(config: Config, sizes: Sizes, held: Memory) -> float:
+def _memory_bytes(config: Config, sizes: Sizes, held: Memory) -> float:
     """Return what goes through memory in a step beside the operands of products.
 
-    Results of blocks, and the FP32 accumulators, which every microbatch reads and writes.
+    Results of blocks, and the FP32 accumulators, which every pass of a unit reads and writes.
     """
-    results = result_bytes(config, sizes)
-    own, empty = share_of_layers(config, sizes)
-    routed, dense = config.model.num_routed_layers, config.model.num_dense_layers
-    only_dense = results["mlp_hidden"] + results["mlp_output"]
-    both = sum(
-        results[name]
-        for name in (
-            *("block_input", "query", "key", "value", "attention_gate"),
-            *("attention", "attention_output"),
-        )
-    )
-    only_routed = sum(results.values()) - both - only_dense
-    one = routed * (both + only_routed) + dense * (both + only_dense)
-    microbatches = num_microbatches(config.train, sizes)
-    return microbatches * (PASSES * (own + empty) * one + 2 * held.gradients)
+    run, model = passes(config, sizes), config.model
+    results = {
+        routed: sum(each.num_bytes for each in block_results(config, sizes, routed=routed))
+        for routed in {is_routed(model, layer) for layer in range(model.num_layers)}
+    }
+    through = sum(results[is_routed(model, layer)] * times for layer, times in run.layers())
+    chunks = 1 if sizes["pipeline"] == 1 else config.parallel.pipeline_chunks
+    return PASSES * through + 2 * held.gradients * run.num_body / chunks
 
 
 def term_of(traffic: Traffic) -> str:
     """Return the term that a transfer belongs to."""
-    if "pipeline" in traffic.axes and traffic.in_loop:
+    if traffic.axes == ("pipeline",) and traffic.in_loop:
         return "stage traffic"
     if traffic.what.startswith("expert"):
         return "expert traffic"
@@ -150,23 +148,25 @@ def step_time(
 ) -> dict[str, float]:
     """Return the seconds of each term of `TERMS`; `held` and `traffic` are the plan's own."""
     matmul = hardware.peak_flops * hardware.matmul_efficiency
+    scores = hardware.peak_flops * hardware.attention_efficiency
     memory = hardware.memory_bytes_per_s * hardware.memory_efficiency
-    multiplied = work(config, sizes)
+    multiplied, share = work(config, sizes), shares(config, sizes)
     terms = dict.fromkeys(TERMS, 0.0)
-    terms |= {
-        "products": multiplied.products / matmul,
-        "attention": multiplied.attention / (hardware.peak_flops * hardware.attention_efficiency),
-        "recompute": multiplied.recompute / matmul,
-        "empty places": multiplied.empty / matmul,
-        "memory": _elementwise_bytes(config, sizes, held) / memory,
-        "update": UPDATE_BYTES * held.main / 4 / memory,
-    }
     for each in traffic:
         terms[term_of(each)] += transfer_s(each, hardware, sizes)
-    idle = bubble_share(config, sizes)
-    in_ticks = ("products", "attention", "recompute", "empty places", "memory")
-    in_ticks += ("expert traffic", "weight traffic", "sequence traffic", "stage traffic")
-    terms["bubble"] = idle / (1 - idle) * sum(terms[name] for name in in_ticks)
+    terms |= {
+        "products": multiplied.products / matmul,
+        "attention": multiplied.attention / scores,
+        "recompute": multiplied.again / matmul,
+        "memory": _memory_bytes(config, sizes, held) / memory,
+        "update": UPDATE_BYTES * held.main / 4 / memory,
+    }
+    # What layers do in empty places and idle ticks is told apart.
+    of_layers = sum(terms[name] for name in OF_LAYERS)
+    terms |= {name: share.model * terms[name] for name in OF_LAYERS}
+    terms["empty places"] = share.empty * of_layers
+    terms["bubble"] = share.idle * of_layers
+    terms["products"] += multiplied.ends / matmul
     return terms
 
 

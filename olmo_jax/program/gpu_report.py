@@ -31,9 +31,9 @@ def group_text(transfer: Transfer, num_devices: int) -> str:
     groups = transfer.collective.groups or (tuple(range(num_devices)),)
     if transfer.collective.kind == "permute":
         return f"{len(groups)} pairs: {groups[0][0]} to {groups[0][1]}"
-    first = groups[0]
+    first = list(groups[0])
     step = first[1] - first[0] if len(first) > 1 else 1
-    if list(first) == list(range(first[0], first[-1] + 1, step)):
+    if first == list(range(first[0], first[-1] + 1, step)):
         ranks = f"{first[0]}-{first[-1]}" + (f" by {step}" if step > 1 else "")
     else:
         ranks = ",".join(map(str, first[:4])) + (",..." if len(first) > 4 else "")

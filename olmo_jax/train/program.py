@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -54,10 +54,13 @@ def _jitted_restack(
 
 @dataclass(frozen=True)
 class Program:
-    """The compiled functions of a config on a mesh. Each compiles when it is first needed."""
+    """The compiled functions of a config on a mesh. Each compiles when it is first needed.
+
+    On a mesh without devices they can only be traced.
+    """
 
     config: Config
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
 
     @cached_property
     def layout(self) -> Layout:
@@ -243,7 +246,7 @@ class Program:
         return self._evaluation(self.layout.resident(state), state.router_bias, batch)
 
 
-def build(config: Config, mesh: Mesh) -> Program:
+def build(config: Config, mesh: Mesh | AbstractMesh) -> Program:
     """Return the program of a config on a mesh. Nothing compiles yet.
 
     Raises: UserError if a parameter cannot be laid out.

@@ -137,7 +137,7 @@ def first_state(layout: Layout) -> State:
     )
 
 
-def shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
+def shardings(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, specs: Any) -> Any:
     """Return a tree of specs as shardings on `mesh`."""
     return jax.tree.map(
         lambda spec: jax.sharding.NamedSharding(mesh, spec),

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from olmo_jax.parallel.pipeline import interleaved, one_f_one_b_v, peak_live
-from olmo_jax.plan.activations import result_bytes
 from olmo_jax.plan.communication import ring_bytes
 from olmo_jax.plan.hardware import GIB, MACHINES
 from olmo_jax.plan.memory import memory
 from olmo_jax.plan.parameters import active_parameters, parameter_shapes, total_parameters
 from olmo_jax.plan.plan import CHECKPOINT_BYTES, Plan
+from olmo_jax.plan.residuals import block_residuals, block_results
 from olmo_jax.plan.static_sizes import capacity
-from tests.plan.test_recipes import RECIPES, recipe
+from tests.plan.test_recipes import recipe
 
 
 def families(model):
@@ -27,6 +27,14 @@ def families(model):
 
 def on_h200(config):
     return Plan(config, dict(config.mesh), MACHINES["h200"])
+
+
+def result_bytes(config):
+    """Return the bytes of every result of a routed block, by name."""
+    found = {}
+    for each in block_results(config, dict(config.mesh), routed=True):
+        found[each.name] = found.get(each.name, 0) + each.num_bytes
+    return found
 
 
 # Section 4.3: bytes a parameter, by the ranks that share it.
@@ -125,9 +133,14 @@ def test_activations_of_a_routed_block():
     """
     config = recipe("bench_8layer", "model.num_experts=32", "mesh.expert=4")
     unit = 2 * 16_384 * 4096
-    found = {name: size / unit for name, size in result_bytes(config, dict(config.mesh)).items()}
-    attention = ("block_input", "query", "key", "value", "attention", "attention_output")
-    assert sum(found[name] for name in attention) == 4.5
+    found = {name: size / unit for name, size in result_bytes(config).items()}
+    (block_input,) = (
+        each.num_bytes / unit
+        for each in block_residuals(config, dict(config.mesh), routed=True)
+        if each.name == "block input"
+    )
+    attention = ("query", "key", "value", "attention", "attention_output")
+    assert block_input + sum(found[name] for name in attention) == 4.5
     routed = ("expert_rows", "expert_hidden", "expert_output")
     assert sum(found[name] for name in routed) == 20
     assert found["shared_hidden"] + found["shared_output"] == 3
@@ -158,7 +171,7 @@ def test_the_plan_holds_the_slots_of_the_worst_rank_on_all():
     assert plan.live_chunks == [11, 9, 7, 5]
     one = recipe("medium_64e", *changes, "parallel.pipeline_chunks=1")
     assert on_h200(one).live_chunks == [7, 5, 3, 1]
-    assert plan.held.slots / 11 == pytest.approx(on_h200(one).held.slots / 7 / 2, rel=1e-12)
+    assert plan.held.slots / 11 == pytest.approx(on_h200(one).held.slots / 7 / 2, rel=1e-8)
     assert f"{plan.bubble:.4f}" == f"{3 / 19:.4f}"
 
 
@@ -166,7 +179,7 @@ def test_rows_of_a_rank_at_capacity():
     """81,920 rows of 4,096 in bf16 are 0.625 GiB; 7 kept and one in use 5.00 GiB."""
     assert capacity(1.25, 16_384, 4) == 81_920
     config = recipe("bench_8layer")
-    rows = result_bytes(config, dict(config.mesh))["expert_rows"]
+    rows = result_bytes(config)["expert_rows"]
     assert f"{rows / GIB:.3f}" == "0.625"
     assert f"{8 * rows / GIB:.2f}" == "5.00"
 
@@ -174,7 +187,7 @@ def test_rows_of_a_rank_at_capacity():
 def test_rows_of_one_way_to_the_experts():
     """16,384 tokens, 4 routes each, 4,096 wide: 536.9 MB in bf16."""
     config = recipe("bench_8layer", "parallel.capacity_factor=1.0")
-    rows = result_bytes(config, dict(config.mesh))["expert_rows"]
+    rows = result_bytes(config)["expert_rows"]
     assert f"{rows / 1e6:.1f}" == "536.9"
 
 
@@ -209,10 +222,3 @@ def test_useful_flops_do_not_depend_on_the_number_of_experts_but_for_the_router(
     ]
     # 24.6 kFLOP an expert and routed layer.
     assert np.diff(found) == pytest.approx(16 * 7 * 24_576)
-
-
-def test_every_recipe_has_a_plan():
-    for name in RECIPES:
-        plan = on_h200(recipe(name))
-        assert 0 < plan.mfu < 1
-        assert plan.memory_bytes["total"] > plan.persistent.persistent

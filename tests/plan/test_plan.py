@@ -1,10 +1,10 @@
 """`olmo-jax plan`: what it counts, what it says, and how fast."""
 
 import json
-import math
-import time
+import resource
+import subprocess
+import sys
 
-import numpy as np
 import pytest
 
 from olmo_jax.cli import main
@@ -17,14 +17,11 @@ from olmo_jax.config.records import (
 from olmo_jax.errors import UserError
 from olmo_jax.mesh.axes import AXES
 from olmo_jax.plan import report
-from olmo_jax.plan.activations import held, layer_bytes
-from olmo_jax.plan.changes import changed, that_fit
+from olmo_jax.plan.changes import that_fit
 from olmo_jax.plan.command import sizes_for
 from olmo_jax.plan.hardware import MACHINES, bytes_per_s, in_one_node, link, machine
 from olmo_jax.plan.plan import Plan
 from olmo_jax.plan.step_time import TERMS
-from olmo_jax.program import jaxpr as jaxprs
-from tests import cases
 from tests.plan.test_recipes import FOLDER, RECIPES, recipe
 
 H200 = MACHINES["h200"]
@@ -33,56 +30,6 @@ H200 = MACHINES["h200"]
 def plan_of(name, *overrides, hardware=H200):
     config = recipe(name, *overrides)
     return Plan(config, dict(config.mesh), hardware)
-
-
-# What is kept, as traced.
-
-
-def handed_over(config, program_of):
-    """Return the bytes that the traced step's scan over layers hands to its backward pass.
-
-    What a layer reports (two losses, counts, drops) comes out of the same scan.
-    """
-    program = program_of(config)
-    traced = program.jitted.trace(*program.abstract_arguments())
-    layers, experts = config.model.num_routed_layers, config.model.num_experts
-    found = sum(
-        math.prod(value.shape) * np.dtype(value.dtype.replace("bfloat16", "float16")).itemsize
-        for value in jaxprs.scan_values(jaxprs.live(traced.jaxpr))
-        if value.source == "output" and value.shape[:1] == (layers,)
-    )
-    return found - layers * 4 * (3 + experts)
-
-
-KEPT = {
-    "all": {},
-    "blocks recomputed": {"train": {"recompute": "block"}},
-    "attention recomputed": {"train": {"recompute": "attention"}},
-    "experts recomputed": {"train": {"recompute": "experts"}},
-    "some": {"train": {"recompute": ("key", "attention_output", "shared_hidden")}},
-    "norm before": {"model": {"norm": "pre"}},
-    "gated, no shared expert": {"model": {"attention_gate": "elementwise", "shared_hidden": 0}},
-    "one rank": {"mesh": {"data": 8, "expert": 1}},
-    "bf16": {"model": {"dtype": "bfloat16"}},
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in ("all", "bf16") else pytest.mark.matrix)
-        for name in KEPT
-    ],
-)
-def test_what_a_layer_keeps_is_what_the_traced_step_hands_to_backward(name, program_of):
-    # 5 layers: no other scan has 4 turns.
-    config = changed(
-        cases.tiny({"data": 2, "expert": 4}, model={"num_layers": 5}, capacity_factor=1.25),
-        KEPT[name],
-    )
-    kept = layer_bytes(config, dict(config.mesh), routed=True)
-    wanted = config.model.num_routed_layers * sum(kept.values())
-    assert handed_over(config, program_of) == wanted
 
 
 # Links.
@@ -176,8 +123,7 @@ def test_a_pipeline_holds_slots_on_every_rank_alike():
     plan = plan_of("medium_128e")
     said = report.text(plan)
     assert f"chunks alive at most: {', '.join(map(str, plan.live_chunks))}" in said
-    found = held(plan.config, plan.sizes)
-    assert found.slots % max(plan.live_chunks) == 0
+    assert plan.held.slots % max(plan.live_chunks) == 0
 
 
 def command(capsys, *arguments):
@@ -185,15 +131,29 @@ def command(capsys, *arguments):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_command_says_it_in_under_two_seconds(name, capsys):
-    start = time.process_time()
+QUICK = ("tiny_64e", "ultra_256e")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.matrix) for name in RECIPES],
+)
+def test_the_command_says_what_a_recipe_needs(name, capsys):
     said = command(capsys, FOLDER / f"{name}.yaml", "--hardware", "b300")
-    assert time.process_time() - start < 2
     for words in ("parameters", "useful a token", "time of a step", "MFU", "checkpoint"):
         assert words in said
     assert ("fits: " in said) or ("would fit with" in said) or ("no single change" in said)
     assert said.count("> ") == 1
+
+
+def test_the_command_takes_less_than_two_seconds():
+    """Of this process's children alone, without the type checks of a test run."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "olmo_jax.cli", "plan", FOLDER / "large_128e.yaml"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "time of a step" in said
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
 def test_json_has_the_same_numbers(capsys):

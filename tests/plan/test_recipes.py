@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import jax
 import pytest
+from jax.sharding import AbstractMesh
 
 from olmo_jax.config import load
+from olmo_jax.mesh.axes import AXES
 from olmo_jax.plan.flops import flops_per_token
 from olmo_jax.plan.parameters import active_parameters, total_parameters
 from olmo_jax.plan.static_sizes import num_microbatches
+from olmo_jax.train.program import build
 
 FOLDER = Path(__file__).parents[2] / "configs" / "olmo3moe"
 MI = 2**20
@@ -74,3 +78,22 @@ def test_the_benchmarks_pool_grows_and_what_a_token_meets_does_not(experts, tota
     model = recipe("bench_8layer", f"model.num_experts={experts}").model
     assert f"{active_parameters(model) / 1e9:.2f}" == "3.17"
     assert round(total_parameters(model) / 1e9, 1) == pytest.approx(total, abs=0.051)
+
+
+QUICK = ("bench_8layer", "ultra_256e")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.matrix) for name in RECIPES],
+)
+def test_a_recipe_traces_at_its_real_size(name):
+    """The whole step, on a mesh that has the recipe's number of devices and none of them."""
+    config = recipe(name)
+    mesh = AbstractMesh(tuple(getattr(config.mesh, axis) for axis in AXES), AXES)
+    program = build(config, mesh)
+    state, metrics = jax.eval_shape(program.jitted, *program.abstract_arguments())
+    assert metrics["loss"].shape == ()
+    held = sum(leaf.size for leaf in jax.tree.leaves(state.main))
+    # Empty places of a pipeline's stages are in the state and no parameters.
+    assert total_parameters(config.model) <= held < 1.1 * total_parameters(config.model)
