@@ -62,6 +62,12 @@ class Program:
     config: Config
     mesh: Mesh | AbstractMesh
 
+    @property
+    def device_mesh(self) -> Mesh:
+        """Return the mesh, which has devices."""
+        assert isinstance(self.mesh, Mesh)
+        return self.mesh
+
     @cached_property
     def layout(self) -> Layout:
         """Return shapes and specs."""
