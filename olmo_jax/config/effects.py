@@ -121,7 +121,9 @@ IDLE: tuple[Idle, ...] = (
         "mesh.sequence=1",
     ),
     Idle(
-        ("parallel.capacity_factor",), lambda c: c.mesh.expert == 1, "mesh.expert=1 drops nothing"
+        ("parallel.capacity_factor",),
+        lambda c: c.mesh.expert == 1 and not (c.parallel.fold_sequence and c.mesh.sequence > 1),
+        "mesh.expert=1 drops nothing",
     ),
     Idle(
         ("mesh.expert",),
@@ -171,7 +173,8 @@ IDLE: tuple[Idle, ...] = (
         + _under("model.router", "restore_weight_scale", "expert_weight_scale", "original_top_k")
         + _under("model.router", "bias_gamma", "score_correction_bias", "num_groups", "top_groups")
         + _under("model.router", "balance_weight", "z_weight")
-        + _under("train", "record_expert_counts"),
+        + _under("train", "record_expert_counts")
+        + _under("parallel", "fold_sequence"),
         _no_routed_layer,
         "no layer is routed",
     ),

@@ -7,7 +7,17 @@ from olmo_jax.config.records import Config
 GATHERED = "gathered_weight"
 """A weight as FSDP gathered it, in the compute dtype."""
 
-ATTENTION = ("query", "key", "value", "attention_gate", "attention", "attention_logsumexp")
+ATTENTION = (
+    "query",
+    "key",
+    "value",
+    "attention_gate",
+    "exchanged_query",
+    "exchanged_key_value",
+    "attention",
+    "attention_logsumexp",
+    "exchanged_attention",
+)
 EXPERTS = ("expert_hidden", "expert_output")
 
 NAMES: Mapping[str, str] = {
@@ -16,8 +26,11 @@ NAMES: Mapping[str, str] = {
     "key": "the key projection",
     "value": "the value projection",
     "attention_gate": "the logits of the attention's gate",
+    "exchanged_query": "Ulysses: queries of whole rows, of this rank's heads",
+    "exchanged_key_value": "Ulysses: their keys and values",
     "attention": "what each head attended to",
     "attention_logsumexp": "the softmax's normaliser of each query",
+    "exchanged_attention": "Ulysses: what all heads attended to, of this rank's positions",
     "attention_output": "the attention's output projection",
     "mlp_hidden": "up and gate of a dense block's MLP",
     "mlp_output": "its output",
@@ -55,6 +68,7 @@ def present(config: Config) -> frozenset[str]:
     model = config.model
     lacking = {
         "attention_gate": model.attention_gate == "none",
+        "exchanged": config.mesh.sequence == 1 or config.parallel.context != "ulysses",
         "mlp": model.num_dense_layers == 0,
         "shared": model.num_routed_layers == 0 or not model.shared_hidden,
         **dict.fromkeys(

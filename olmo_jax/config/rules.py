@@ -14,23 +14,11 @@ from olmo_jax.errors import UserError
 Rule = Callable[[Config], Iterator[str]]
 """Yields the message of each way in which a config breaks the rule."""
 
-NOT_BUILT: tuple[tuple[str, int, str, str], ...] = (
-    ("sequence", 1, "context parallelism", "mesh.data or mesh.expert"),
-)
-"""Mesh axes that have one legal size: (axis, size, what it would do, where devices go instead)."""
-
 BATCH_AXES = ("data", "fsdp", "expert")
 """The mesh axes that divide the rows of a batch."""
 
-
-def axes_not_built(config: Config) -> Iterator[str]:
-    """Refuse the methods of which only the keys exist."""
-    for axis, legal, method, instead in NOT_BUILT:
-        if (size := getattr(config.mesh, axis)) != legal:
-            yield (
-                f"mesh.{axis}={size} asks for {method}, which is not built yet; "
-                f"use mesh.{axis}={legal} and put the devices on {instead}"
-            )
+PIECES = {"ulysses": 1, "ring": 2}
+"""How many pieces of a row each `sequence` rank holds, by `parallel.context`."""
 
 
 def axis_sizes(config: Config) -> Iterator[str]:
@@ -57,6 +45,48 @@ def experts_divide(config: Config) -> Iterator[str]:
         yield (
             f"mesh.expert={axis} does not divide model.num_experts={experts}; "
             f"use {listing(divisors(experts))}"
+        )
+
+
+def folded_experts_divide(config: Config) -> Iterator[str]:
+    """With parallel.fold_sequence the ranks of a row divide the experts further."""
+    mesh, experts = config.mesh, config.model.num_experts
+    ranks, shared = mesh.expert, mesh.sequence
+    if not config.parallel.fold_sequence or config.model.num_routed_layers <= 0:
+        return
+    if min(ranks, shared, experts) < 1 or experts % ranks or experts % (ranks * shared) == 0:
+        return
+    other = "parallel.fold_sequence=false"
+    if experts % shared == 0:
+        other = f"mesh.expert={listing(divisors(experts // shared))}, or {other}"
+    yield (
+        f"mesh.expert={ranks} x mesh.sequence={shared} = {ranks * shared} do not divide "
+        f"model.num_experts={experts}, and parallel.fold_sequence=true has them share the experts; "
+        f"use {other}"
+    )
+
+
+def context_heads(config: Config) -> Iterator[str]:
+    """Under Ulysses each rank attends with whole heads."""
+    ranks, heads = config.mesh.sequence, config.model.num_heads
+    if config.parallel.context == "ulysses" and ranks > 1 and heads % ranks:
+        yield (
+            f"mesh.sequence={ranks} does not divide model.num_heads={heads}, and with "
+            "parallel.context=ulysses each rank attends with whole heads; "
+            f"use {listing(divisors(heads))}, or parallel.context=ring"
+        )
+
+
+def context_length(config: Config) -> Iterator[str]:
+    """A rank that holds nothing but padding does nothing."""
+    ranks, length, method = config.mesh.sequence, config.train.sequence_length, config.parallel
+    each = PIECES[method.context]
+    if ranks > 1 and length < ranks * each:
+        yield (
+            f"train.sequence_length={length} has fewer positions than the {ranks * each} pieces "
+            f"that mesh.sequence={ranks} with parallel.context={method.context} cuts a row into; "
+            f"use mesh.sequence={max(length // each, 1)} or less, or "
+            f"train.sequence_length={ranks * each} or more"
         )
 
 
@@ -455,8 +485,10 @@ RULES: tuple[Rule, ...] = (
     local_run_dir,
     axis_sizes,
     lambda config: one_open_axis(config.mesh),
-    axes_not_built,
     experts_divide,
+    folded_experts_divide,
+    context_heads,
+    context_length,
     batch_divides,
     pipeline_groups,
     pipeline_schedule,

@@ -75,6 +75,11 @@ def expert_model_axes(*, fold_sequence: bool = False) -> tuple[str, ...]:
     return ("expert", "sequence") if fold_sequence else ("expert",)
 
 
+def num_expert_ranks(sizes: Mapping[str, int], *, fold_sequence: bool = False) -> int:
+    """Return the ranks that hold one copy of the experts between them."""
+    return math.prod(sizes[axis] for axis in expert_model_axes(fold_sequence=fold_sequence))
+
+
 def expert_data_axes(*, fold_sequence: bool = False) -> tuple[str, ...]:
     """Return the axes of the expert view that repeat experts (EP-DP): experts see positions alike.
 

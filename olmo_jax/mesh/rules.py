@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec as P
 
 from olmo_jax.errors import UserError
-from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES
+from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES, expert_model_axes
 
 Sizes = Mapping[str, int]
 
@@ -49,7 +49,7 @@ BATCH = P(None, DENSE_DATA_AXES, "sequence")
 """A step's batch, [microbatches, B, L]."""
 
 ROWS = P(None, DENSE_DATA_AXES)
-"""What a step's batch holds once a row, [microbatches, B]."""
+"""What a step's batch holds once a row, [microbatches, B], or of whole rows, [..., L]."""
 
 DEVICES = P(AXES)
 """One element a device."""
@@ -165,10 +165,12 @@ def place(
     method: str,
     shard_optimizer: bool,
     sizes: Sizes,
+    fold_sequence: bool = False,
 ) -> Placed:
-    """Return the specs of the leaf `name`."""
+    """Return the specs of the leaf `name`; `fold_sequence` divides experts over `sequence` too."""
     rules = METHODS[method]
-    compute = compute_spec(name, shape, dims, rules.compute, sizes)
+    divided = {**rules.compute, "experts": expert_model_axes(fold_sequence=fold_sequence)}
+    compute = compute_spec(name, shape, dims, divided, sizes)
     stacked = [d for d, dim in enumerate(dims) if dim in STAGED]
     resident = further_spec(shape, compute, rules.resident, sizes, untouched=stacked)
     if not shard_optimizer:

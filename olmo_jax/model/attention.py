@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Float32, Int
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.model.initialise import Initialiser
 from olmo_jax.model.norm import RMSNorm
+from olmo_jax.model.placement import WHOLE_ROWS, Attend
 from olmo_jax.model.rope import attention_factor, inverse_frequencies, is_rotated, is_scaled, rotate
-from olmo_jax.ops.attention import attention
 from olmo_jax.ops.linear import linear
 
 
@@ -129,9 +129,9 @@ class Attention(nnx.Module):
         x: Float[Array, "B L D"],
         *,
         positions: Int[Array, "B L"],
-        segment_ids: Int[Array, "B L"] | None,
+        segment_ids: Int[Array, "B row"] | None,
         window: int | None,
-        attention_backend: str | None = None,
+        attend: Attend = WHOLE_ROWS.attend,
     ) -> Float[Array, "B L D"]:
         q = self._project("query", x, self.q, self.q_bias)
         k = self._project("key", x, self.k, self.k_bias)
@@ -141,14 +141,13 @@ class Attention(nnx.Module):
         q, k = self._rotate(q, positions, window), self._rotate(k, positions, window)
         if self.softmax_scale is not None:
             q = scale_by_visible(q, positions, self.softmax_scale[...])
-        attended = attention(
+        attended = attend(
             q,
             k,
             v,
             segment_ids=segment_ids,
             window=window,
             scale=self.model.head_dim**-0.5,
-            backend=attention_backend,
         )
         out = linear(self._gated(attended, x), self.out[...], 2)
         return _add_bias(checkpoint_name(out, "attention_output"), self.out_bias)

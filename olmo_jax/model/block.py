@@ -55,6 +55,7 @@ class Block(nnx.Module):
             positions=around.positions,
             segment_ids=around.segment_ids,
             window=window,
+            attend=placement.rows.attend,
         )
         h = x + _apply(self.attention_output_norm, attended)
         inner = _apply(self.mlp_input_norm, h)

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from olmo_jax.config.records import ModelConfig
+from olmo_jax.data.batch import Batch
 from olmo_jax.model.balance import BalanceTerms, balance_sum, balance_terms, z_sum
 from olmo_jax.model.initialise import Initialiser, Kind
 from olmo_jax.model.placement import ExpertWeights, Placement, swiglu
@@ -16,14 +17,29 @@ from olmo_jax.ops.linear import linear
 
 
 class Surroundings(NamedTuple):
-    """What a block reads beside the hidden state; `offsets` count positions from the row start."""
+    """What a block reads beside the hidden state; `offsets` count positions from the row start.
+
+    `segment_ids` are those that attention takes: of whole rows.
+    """
 
     positions: Int32[Array, "B L"]
-    segment_ids: Int32[Array, "B L"]
+    segment_ids: Int32[Array, "B row"]
     real: Bool[Array, "B L"]
     sequence: Int32[Array, " B"]
     offsets: Int32[Array, " L"]
     step: Int32[Array, ""]
+
+
+def surroundings(batch: Batch, placement: Placement, step: Int32[Array, ""]) -> Surroundings:
+    """Return what the blocks read of a microbatch."""
+    return Surroundings(
+        batch.positions,
+        batch.segment_ids,
+        batch.real,
+        batch.sequence,
+        placement.rows.offsets(batch.positions.shape[1]),
+        step,
+    )
 
 
 class RouterSums(NamedTuple):
@@ -88,7 +104,7 @@ class MoE(nnx.Module):
         self.shared = MLP(model, make.inside("shared"), shared, "shared") if shared else None
 
     def _forced(
-        self, around: Surroundings, layer: Array, seed: int
+        self, around: Surroundings, placement: Placement, layer: Array, seed: int
     ) -> Int32[Array, "B L A"] | None:
         assignment = self.model.router.assignment
         if assignment == "learned":
@@ -100,7 +116,7 @@ class MoE(nnx.Module):
             layer,
             around.sequence,
             around.offsets,
-            sequence_length=around.positions.shape[1],
+            sequence_length=placement.rows.length(around.positions.shape[1]),
             num_experts=self.model.num_experts,
             top_k=self.model.top_k,
         )
@@ -131,7 +147,7 @@ class MoE(nnx.Module):
             seen = jitter(
                 x, config.jitter_eps, seed, around.step, layer, around.sequence, around.offsets
             )
-        routing = self.router(seen, real, self._forced(around, layer, seed))
+        routing = self.router(seen, real, self._forced(around, placement, layer, seed))
         terms = balance_terms(routing.scores, routing.experts, real, config=config)
         flat = x.reshape(-1, x.shape[-1])
         routes = (routing.experts, routing.weights)

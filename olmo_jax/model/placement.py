@@ -5,13 +5,15 @@ The model calls no collective. A parallel method hands in these functions; one d
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from olmo_jax.ops.attention import attention
 from olmo_jax.ops.linear import linear
 
 Tree = Any
@@ -41,6 +43,43 @@ class RoutedExperts(Protocol):
 
 
 @runtime_checkable
+class Attend(Protocol):
+    """Lets the queries at hand attend; see `ops.attention.attention`."""
+
+    def __call__(
+        self,
+        q: Float[Array, "B L N H"],
+        k: Float[Array, "B L K H"],
+        v: Float[Array, "B L K H"],
+        *,
+        segment_ids: Int[Array, "B row"] | None,
+        window: int | None,
+        scale: float,
+    ) -> Float[Array, "B L N H"]: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which positions of its rows a device holds, and how attention sees the others.
+
+    `offsets` turns the number of positions at hand into their places in the row, `length` into
+    that of the whole row without padding. `attend` takes the segment ids of whole rows.
+    """
+
+    attend: Attend
+    offsets: Callable[[int], Int32[Array, " l"]]
+    length: Callable[[int], int]
+
+
+WHOLE_ROWS = Rows(
+    attend=attention,
+    offsets=partial(jnp.arange, dtype=jnp.int32),
+    length=lambda number: number,
+)
+"""A device that holds all positions of its rows."""
+
+
+@runtime_checkable
 class Recomputed(Protocol):
     """Wraps a unit's function; `scanned` says that a loop over layers calls it."""
 
@@ -59,14 +98,15 @@ def keep_everything(function: Callable[..., Any], *, scanned: bool = False) -> C
 class Placement:
     """The functions that differ between one device and a mesh.
 
-    `read` turns a unit (embedding, one block, head) as stored into weights typed float32; what they
-    are used on passes through it.
+    `rows` says which positions are at hand. `read` turns a unit (embedding, one block, head) as
+    stored into weights typed float32; what they are used on passes through it.
     `recomputed` wraps a unit's function: it says what backward keeps and what it computes again.
     `over_sequence` sums counts over the ranks that share a row, `over_data` over all data ranks.
     """
 
     read: Callable[[Tree, Any], tuple[Tree, Any]]
     experts: RoutedExperts
+    rows: Rows
     recomputed: Recomputed
     over_sequence: Callable[[Array], Array]
     over_data: Callable[[Array], Array]
@@ -105,6 +145,7 @@ def _one_expert_at_a_time(
 ONE_DEVICE = Placement(
     read=lambda unit, x: (unit, x),
     experts=_one_expert_at_a_time,
+    rows=WHOLE_ROWS,
     recomputed=keep_everything,
     over_sequence=lambda value: value,
     over_data=lambda value: value,

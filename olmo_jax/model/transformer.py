@@ -25,7 +25,7 @@ from olmo_jax.errors import UserError
 from olmo_jax.mesh.rules import STACKED, STAGED
 from olmo_jax.model.block import Block
 from olmo_jax.model.initialise import Initialiser, RouterBias
-from olmo_jax.model.moe import RouterSums, Surroundings
+from olmo_jax.model.moe import RouterSums, Surroundings, surroundings
 from olmo_jax.model.norm import RMSNorm
 from olmo_jax.model.placement import Placement, Tree
 from olmo_jax.ops.embedding import embed
@@ -229,11 +229,7 @@ def walk(
     training: bool,
 ) -> Walk:
     """Return the way of a microbatch through the model."""
-    offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
-    around = Surroundings(
-        batch.positions, batch.segment_ids, batch.real, batch.sequence, offsets, step
-    )
-    return Walk(model, placement, around, seed, training)
+    return Walk(model, placement, surroundings(batch, placement, step), seed, training)
 
 
 def by_period(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:

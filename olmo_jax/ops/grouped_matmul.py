@@ -55,12 +55,13 @@ def grouped_matmul(
 def default_backend(platform: str, compute_capability: str = "0") -> str:
     """Return the backend for a device's platform and, if that is CUDA, compute capability.
 
-    `lax.ragged_dot` does E times the work on CPU and GPU, so only TPUs use it.
+    `lax.ragged_dot` does E times the work on CPU and GPU, so only TPUs use it. tokamax's kernel for
+    Blackwell does not trace under `check_vma` (0.0.17: "mpmd_map does not support Refs with
+    varying manual axis types").
     """
     if platform in ("gpu", "cuda"):
-        if float(compute_capability) < _HOPPER:
-            return "large_tiles"
-        return "mosaic" if float(compute_capability) < _BLACKWELL else "mosaic_product"
+        is_hopper = _HOPPER <= float(compute_capability) < _BLACKWELL
+        return "mosaic" if is_hopper else "large_tiles"
     return "ragged" if platform == "tpu" else "tiles"
 
 
@@ -299,6 +300,5 @@ _BACKENDS = {
     "tiles": _tiles(Tiling(*CPU_TILE, transpose_bf16=True)),
     "large_tiles": _tiles(_LARGE),
     "mosaic": Kernels(_mosaic_product, _mosaic_outer),
-    "mosaic_product": Kernels(_mosaic_product, partial(_tiles_outer, _LARGE)),
     "ragged": Kernels(_ragged_product, _ragged_outer),
 }

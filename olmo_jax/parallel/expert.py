@@ -19,6 +19,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from olmo_jax.ops.varying import like
 from olmo_jax.plan.static_sizes import capacity, received_rows
 
+Axes = str | tuple[str, ...] | None
+"""The mesh axes that the group spans; None for a group of one rank."""
+
 Experts = Callable[[Float[Array, "R D"], Int32[Array, " e"]], Float[Array, "R D"]]
 """The local experts: (rows sorted by expert, rows of each) to rows; rows past the last are dead."""
 
@@ -99,12 +102,12 @@ def map_routes(
     return RouteMap(jnp.where(kept, rank, -1), jnp.where(kept, start[rank, local] + number, -1))
 
 
-def _gather(value: Array, axis: str | None) -> Array:
+def _gather(value: Array, axis: Axes) -> Array:
     """Comm: an all-gather along `axis`; without one, the group is this rank alone."""
     return value if axis is None else lax.all_gather(value, axis, axis=0, tiled=True)
 
 
-def _sum_scatter(value: Float32[Array, "Wt ..."], axis: str | None) -> Float32[Array, "t ..."]:
+def _sum_scatter(value: Float32[Array, "Wt ..."], axis: Axes) -> Float32[Array, "t ..."]:
     """Comm: an FP32 reduce-scatter along `axis`."""
     if axis is None:
         return value
@@ -117,7 +120,7 @@ def make_plan(
     *,
     num_experts: int,
     limit: int | None,
-    axis: str | None,
+    axis: Axes,
     num_ranks: int,
 ) -> Plan:
     """Decide which routes are kept, and where their rows lie.
@@ -150,7 +153,7 @@ def make_plan(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dispatch(x: Float[Array, "t D"], plan: Plan, axis: str | None) -> Float[Array, "R D"]:
+def dispatch(x: Float[Array, "t D"], plan: Plan, axis: Axes) -> Float[Array, "R D"]:
     """Return the rows of this rank's experts, out of all tokens of the group.
 
     Rows past the last kept one hold some token's values: nothing may read them.
@@ -162,7 +165,7 @@ def dispatch(x: Float[Array, "t D"], plan: Plan, axis: str | None) -> Float[Arra
 
 
 def _dispatch_forward(
-    x: Float[Array, "t D"], plan: Plan, axis: str | None
+    x: Float[Array, "t D"], plan: Plan, axis: Axes
 ) -> tuple[Float[Array, "R D"], tuple[Plan, Float[Array, "0"]]]:
     return dispatch(x, plan, axis), (plan, like(jnp.zeros(0, x.dtype), x))
 
@@ -175,7 +178,7 @@ def _rows_of_routes(rows: Float[Array, "R D"], plan: Plan, slot: int) -> Float32
 
 
 def _dispatch_backward(
-    axis: str | None, saved: tuple[Plan, Float[Array, "0"]], cotangent: Float[Array, "R D"]
+    axis: Axes, saved: tuple[Plan, Float[Array, "0"]], cotangent: Float[Array, "R D"]
 ) -> tuple[Float[Array, "t D"], None]:
     plan, marker = saved
     slots = range(plan.row_of_route.shape[1])
@@ -192,7 +195,7 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def combine(
-    rows: Float[Array, "R D"], weights: Float32[Array, "t A"], plan: Plan, axis: str | None
+    rows: Float[Array, "R D"], weights: Float32[Array, "t A"], plan: Plan, axis: Axes
 ) -> Float[Array, "t D"]:
     """Return each token's weighted sum of its rows: FP32 in slot order, one rounding at the end.
 
@@ -210,13 +213,13 @@ def combine(
 
 
 def _combine_forward(
-    rows: Float[Array, "R D"], weights: Float32[Array, "t A"], plan: Plan, axis: str | None
+    rows: Float[Array, "R D"], weights: Float32[Array, "t A"], plan: Plan, axis: Axes
 ) -> tuple[Float[Array, "t D"], tuple[Float[Array, "R D"], Float32[Array, "t A"], Plan]]:
     return combine(rows, weights, plan, axis), (rows, weights, plan)
 
 
 def _combine_backward(
-    axis: str | None,
+    axis: Axes,
     saved: tuple[Float[Array, "R D"], Float32[Array, "t A"], Plan],
     cotangent: Float[Array, "t D"],
 ) -> tuple[Float[Array, "R D"], Float32[Array, "t A"], None]:
@@ -246,7 +249,7 @@ def exchange(
     *,
     num_experts: int,
     capacity_factor: float | None,
-    axis: str | None,
+    axis: Axes,
     num_ranks: int,
 ) -> tuple[Float[Array, "t D"], Int32[Array, ""]]:
     """Pass tokens through the routed experts of the group; also return how many routes dropped.
@@ -270,7 +273,7 @@ def exchange_in_slices(
     compute: Experts,
     *,
     num_experts: int,
-    axis: str | None,
+    axis: Axes,
     num_ranks: int,
 ) -> tuple[Float[Array, "t D"], Int32[Array, ""]]:
     """Pass tokens through the experts and drop nothing, in as many slices as the group has ranks.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from olmo_jax.config.layers import is_routed, layer_plan
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
+from olmo_jax.mesh.axes import num_expert_ranks
 from olmo_jax.parallel.pipeline import SCHEDULES, Schedule
 from olmo_jax.parallel.pipeline.segments import segments
 from olmo_jax.plan.parameters import block_shapes
@@ -128,7 +129,8 @@ def workspace(config: Config, sizes: Sizes, platform: str = "gpu") -> Workspace:
     block = 8 * 4 * tokens * model.d_model
     block += max(_backward_bytes(config, sizes, routed=routed) for routed in kinds)
     block += 4 * _block_elements(config, sizes)
-    wide = sizes["expert"] * tokens * model.d_model if model.num_routed_layers else 0
+    ranks = num_expert_ranks(sizes, fold_sequence=config.parallel.fold_sequence)
+    wide = ranks * tokens * model.d_model if model.num_routed_layers else 0
     return Workspace(
         block=block + (_attention_block(config) if platform == "cpu" else 0),
         dispatch=wide * (item + 4 * GROUP_SUMS[platform](model.top_k)),
@@ -177,10 +179,11 @@ def _tick_bytes(config: Config, sizes: Sizes) -> int:
 def _block_elements(config: Config, sizes: Sizes) -> int:
     """Return the parameters of the largest block, as one device computes with them."""
     model = config.model
+    ranks = num_expert_ranks(sizes, fold_sequence=config.parallel.fold_sequence)
     kinds = {is_routed(model, layer): layer for layer in range(model.num_layers)}
     return max(
         sum(
-            leaf.size // (sizes["expert"] if "experts" in leaf.dims else 1)
+            leaf.size // (ranks if "experts" in leaf.dims else 1)
             for leaf in block_shapes(model, layer).values()
         )
         for layer in kinds.values()

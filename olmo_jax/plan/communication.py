@@ -9,16 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from olmo_jax.config.layers import is_routed
+from olmo_jax.config.layers import is_routed, window_of
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
-from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES
+from olmo_jax.config.rules import PIECES
+from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES, expert_model_axes
 from olmo_jax.mesh.rules import METHODS, Cuts, axes_used, cuts, replica_axes
-from olmo_jax.plan.passes import Passes, microbatch_tokens, passes
+from olmo_jax.plan.passes import Passes, microbatch_tokens, passes, row_positions
 from olmo_jax.plan.placed import Leaf, leaves, parts
-from olmo_jax.plan.static_sizes import ITEM_BYTES
+from olmo_jax.plan.static_sizes import ITEM_BYTES, head_copies, ring_hops
 
-Kind = Literal["all_gather", "reduce_scatter", "reduce", "max", "permute"]
+Kind = Literal["all_gather", "reduce_scatter", "reduce", "max", "all_to_all", "permute"]
 
 Sizes = Mapping[str, int]
 
@@ -29,14 +30,14 @@ TOKEN_AXES = (*DENSE_DATA_AXES, "sequence")
 def ring_bytes(kind: Kind, operand_bytes: int, ranks: int) -> float:
     """Return what one rank sends, by a ring over n ranks, if it puts in S = `operand_bytes`.
 
-    Units: bytes. all_gather S (n-1), its operand being the shard; reduce_scatter S (n-1)/n; reduce
-    and max 2 S (n-1)/n; permute S.
+    Units: bytes. all_gather S (n-1), its operand being the shard; reduce_scatter and all_to_all
+    S (n-1)/n; reduce and max 2 S (n-1)/n; permute S.
     """
-    if kind == "permute":
-        return float(operand_bytes)
     if kind == "all_gather":
         return float(operand_bytes * (ranks - 1))
-    twice = 1 if kind == "reduce_scatter" else 2
+    if kind == "permute":
+        return float(operand_bytes)
+    twice = 1 if kind in ("reduce_scatter", "all_to_all") else 2
     return twice * operand_bytes * (ranks - 1) / ranks
 
 
@@ -114,6 +115,8 @@ def _all(config: Config, sizes: Sizes) -> Iterator[_Sent]:
         for leaf in placed:
             yield from _unit_traffic(config, leaf, run)
     yield from _stages(config, run, sizes)
+    if sizes["sequence"] > 1:
+        yield from {"ulysses": _ulysses, "ring": _ring}[config.parallel.context](config, run, sizes)
     yield from _experts(config, run, sizes)
     yield from _balance(config, run)
     for leaf in placed:
@@ -223,23 +226,61 @@ def _boundary(config: Config, leaf: Leaf) -> Iterator[_Sent]:
         yield from _gathers("weights", False, where, config.model.dtype, shard, 1, sizes)
 
 
+def _over_sequence(what: str, kind: Kind, dtype: str, times: int, elements: int) -> _Sent:
+    return _Sent(_Sort(what, True, kind, ("sequence",), dtype), times, times * elements)
+
+
+def _ulysses(config: Config, run: Passes, sizes: Sizes) -> Iterator[_Sent]:
+    """Heads for positions and back, whenever a layer is run."""
+    model, saved, positions = config.model, kept(config), microbatch_tokens(config, sizes)
+    copies = head_copies(model.num_kv_heads, sizes["sequence"])
+    heads = {
+        "exchanged_query": model.num_heads,
+        "exchanged_key_value": 2 * model.num_kv_heads * copies,
+        "exchanged_attention": model.num_heads,
+    }
+    runs = sum(times for _, times in run.layers())
+    for name, number in heads.items():
+        elements, times = positions * number * model.head_dim, runs * (2 + (name not in saved))
+        yield _over_sequence("heads", "all_to_all", model.dtype, times, elements)
+
+
+def _ring(config: Config, run: Passes, sizes: Sizes) -> Iterator[_Sent]:
+    """Keys and values in every hop, and behind them backward their gradients."""
+    model, saved, ranks = config.model, kept(config), sizes["sequence"]
+    piece = row_positions(config, sizes) // PIECES["ring"]
+    hops = sum(
+        times * (len(ring_hops(piece, ranks, window_of(model, layer))) - 1)
+        for layer, times in run.layers()
+    )
+    # The normaliser alone needs no values.
+    values_again = "attention" not in saved
+    keys_again = values_again or "attention_logsumexp" not in saved
+    elements = microbatch_tokens(config, sizes) * model.num_kv_heads * model.head_dim
+    yield _over_sequence("keys", "permute", model.dtype, hops * (2 + keys_again), elements)
+    yield _over_sequence("values", "permute", model.dtype, hops * (2 + values_again), elements)
+    what = "gradients of keys and values"
+    yield _over_sequence(what, "permute", "float32", 2 * hops, elements)
+
+
 def _experts(config: Config, run: Passes, sizes: Sizes) -> Iterator[_Sent]:
     """What routed layers send whenever they are run, and again where backward computes it anew."""
     model, saved, layers = config.model, kept(config), _routed_runs(config, run)
     tokens = microbatch_tokens(config, sizes)
+    group = expert_model_axes(fold_sequence=config.parallel.fold_sequence)
     routes, features, dtype = tokens * model.top_k, tokens * model.d_model, model.dtype
-    all_routes, all_features = routes * sizes["expert"], features * sizes["expert"]
+    all_routes, all_features = routes * parts(group, sizes), features * parts(group, sizes)
 
     def along(what: str, kind: Kind, dtype: str, elements: int, runs: int) -> _Sent:
         number = runs * layers
-        return _Sent(_Sort(what, True, kind, ("expert",), dtype), number, number * elements)
+        return _Sent(_Sort(what, True, kind, group, dtype), number, number * elements)
 
     plans = _forward_routings(config, run) + layers * ("route_plan" not in saved)
     dispatches = 1 + ("expert_rows" not in saved)
     # Without a norm after it no gradient reads what came back from the experts.
     combines = 1 + ("combined" not in saved and model.norm != "pre")
     for elements, number in ((model.num_experts, plans), (routes, 2 * plans)):
-        sort = _Sort("expert plan", True, "all_gather", ("expert",), "int32")
+        sort = _Sort("expert plan", True, "all_gather", group, "int32")
         yield _Sent(sort, number, number * elements)
     yield along("expert rows", "all_gather", dtype, features, dispatches)
     yield along("expert weights", "all_gather", "float32", routes, combines)

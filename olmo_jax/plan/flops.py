@@ -16,12 +16,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 
 from olmo_jax.config.layers import is_routed, window_of
 from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.config.residuals import recomputed
-from olmo_jax.plan.passes import passes
+from olmo_jax.config.rules import PIECES
+from olmo_jax.mesh.axes import num_expert_ranks
+from olmo_jax.plan.passes import microbatch_tokens, passes, row_positions
 from olmo_jax.plan.static_sizes import (
     CPU_TILE,
     EMBEDDING_TILE,
@@ -30,6 +32,7 @@ from olmo_jax.plan.static_sizes import (
     num_microbatches,
     pieces,
     received_rows,
+    ring_hops,
     visited_rows,
 )
 
@@ -44,6 +47,9 @@ class Flops:
 
     def __mul__(self, times: int) -> "Flops":
         return Flops(self.forward * times, self.backward * times)
+
+    def __floordiv__(self, parts: int) -> "Flops":
+        return Flops(self.forward // parts, self.backward // parts)
 
     @property
     def total(self) -> int:
@@ -77,8 +83,8 @@ def attention_projections(model: ModelConfig, tokens: int) -> Flops:
 
 
 def attention_scores(model: ModelConfig, pairs: int) -> Flops:
-    """Return the FLOPs of one layer's scores and of their products with the values."""
-    one = matmul(pairs, model.head_dim, model.num_heads)
+    """Return the FLOPs of one layer's scores, `pairs` of all heads, and of those times values."""
+    one = matmul(pairs, model.head_dim, 1)
     return one + one
 
 
@@ -134,7 +140,7 @@ def components(
 ) -> dict[str, Flops]:
     """Return the FLOPs of each kind of product, summed over the layers.
 
-    `pairs(window)` are the (query, key) pairs that a layer with this window computes for all its
+    `pairs(window)` are the (head, query, key) that a layer with this window computes for all its
     `tokens`, `rows` the rows that pass a layer's routed experts: with the useful numbers this is
     useful work, with those of a program (all pairs of its blocks, whole tiles) what that executes.
     """
@@ -148,7 +154,7 @@ def useful(model: ModelConfig, sequence_length: int) -> dict[str, Flops]:
     return components(
         model,
         tokens=sequence_length,
-        pairs=partial(attended_pairs, sequence_length),
+        pairs=lambda window: model.num_heads * attended_pairs(sequence_length, window),
         rows=sequence_length * model.top_k,
     )
 
@@ -218,17 +224,38 @@ def _computed_again(
     return sums
 
 
+@cache
+def _ring_pairs_count(piece: int, num_ranks: int, window: int | None) -> int:
+    """Return how many pairs of blocks one rank computes in all hops of a ring."""
+    own, *others = ring_hops(piece, num_ranks, window)
+    pairs_of_others = sum(len(hop.across) + len(hop.within) for hop in others)
+    return len(own.across) + 2 * len(own.within) + pairs_of_others
+
+
+def _head_pairs(config: Config, sizes: Mapping[str, int], window: int | None) -> int:
+    """Return the (head, query, key) of one row that one device computes, whole blocks of them."""
+    heads, ranks, positions = (
+        config.model.num_heads,
+        sizes["sequence"],
+        row_positions(config, sizes),
+    )
+    if ranks > 1 and config.parallel.context == "ring":
+        piece = positions // PIECES["ring"]
+        return heads * _ring_pairs_count(piece, ranks, window) * block_size(piece) ** 2
+    length = ranks * positions
+    return heads // ranks * block_pairs_count(length, window) * block_size(length) ** 2
+
+
 def _executed(config: Config, sizes: Mapping[str, int]) -> dict[str, Flops]:
     """Return what one device multiplies in a step."""
     model, train, run = config.model, config.train, passes(config, sizes)
-    tokens = train.microbatch * train.sequence_length
-    block = block_size(train.sequence_length)
+    tokens = microbatch_tokens(config, sizes)
 
     def pairs(window: int | None) -> int:
-        pairs = block_pairs_count(train.sequence_length, window)
-        return train.microbatch * pairs * block * block
+        return train.microbatch * _head_pairs(config, sizes, window)
 
-    rows = _expert_rows(config, tokens, sizes["expert"])
+    ranks = num_expert_ranks(sizes, fold_sequence=config.parallel.fold_sequence)
+    rows = _expert_rows(config, tokens, ranks)
     parts = _of_layers(model, run.layers(), tokens=tokens, pairs=pairs, rows=rows)
     head_rows = run.num_last * pieces(run.head_tokens, train.head_chunk_tokens).total
     parts["head"] = head(model, head_rows)
@@ -263,11 +290,11 @@ def step_flops(
     if executed:
         return _executed(config, sizes)
     train = config.train
-    # Each pipeline rank does its part of every microbatch: as much as all of every P-th.
-    times = num_microbatches(train, sizes) * train.microbatch // sizes["pipeline"]
-    return {
-        kind: part * times for kind, part in useful(config.model, train.sequence_length).items()
-    }
+    # Each pipeline rank does its part of every microbatch: as much as all of every P-th. And each
+    # rank of a row its part of the row.
+    rows = num_microbatches(train, sizes) * train.microbatch // sizes["pipeline"]
+    one_row = useful(config.model, train.sequence_length)
+    return {kind: part * rows // sizes["sequence"] for kind, part in one_row.items()}
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:

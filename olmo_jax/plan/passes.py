@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from olmo_jax.config.layers import LayerPlan, body_grid, layer_plan
 from olmo_jax.config.records import Config
-from olmo_jax.plan.static_sizes import num_microbatches
+from olmo_jax.plan.static_sizes import num_microbatches, padded_length
 
 
 class Passes(NamedTuple):
@@ -64,7 +64,12 @@ def passes(config: Config, sizes: Mapping[str, int]) -> Passes:
     )
 
 
+def row_positions(config: Config, sizes: Mapping[str, int]) -> int:
+    """Return the positions that one device has of a row, padding to equal pieces included."""
+    ranks, length = sizes["sequence"], config.train.sequence_length
+    return padded_length(length, config.parallel.context, ranks) // ranks
+
+
 def microbatch_tokens(config: Config, sizes: Mapping[str, int]) -> int:
     """Return the tokens that one device has of a microbatch."""
-    train = config.train
-    return train.microbatch * train.sequence_length // sizes["sequence"]
+    return config.train.microbatch * row_positions(config, sizes)

@@ -74,6 +74,7 @@ def leaves(config: Config, sizes: Mapping[str, int]) -> list[Leaf]:
             method=parallel.method,
             shard_optimizer=parallel.shard_optimizer,
             sizes=sizes,
+            fold_sequence=parallel.fold_sequence,
         )
 
     shapes = state_shapes(config, sizes)

@@ -10,11 +10,14 @@ from typing import NamedTuple
 from olmo_jax.config.layers import body_grid, is_routed
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
-from olmo_jax.plan.passes import microbatch_tokens, passes
+from olmo_jax.config.rules import PIECES
+from olmo_jax.mesh.axes import num_expert_ranks
+from olmo_jax.plan.passes import microbatch_tokens, passes, row_positions
 from olmo_jax.plan.static_sizes import (
     ITEM_BYTES,
     block_size,
     capacity,
+    head_copies,
     num_microbatches,
     pieces,
     received_rows,
@@ -42,35 +45,72 @@ class Residual(NamedTuple):
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
+def _normaliser(shared: int, batch: int, heads: int, key_heads: int, *, cut: int) -> Residual:
+    """Return the softmax's normaliser of `shared` positions, cut into pieces of whole blocks.
+
+    The query heads of one key head are rows of a block.
+    """
+    size, number = pieces(shared // cut, block_size(shared // cut))
+    shape = (cut * number, batch, key_heads, size * heads // key_heads)
+    return Residual("attention_logsumexp", "float32", shape)
+
+
+def _attended(config: Config, sizes: Sizes) -> Iterator[Residual]:
+    """Yield the results of attention itself, by the way in which it sees other ranks' positions."""
+    model, ranks, batch = config.model, sizes["sequence"], config.train.microbatch
+    length, heads, key_heads = row_positions(config, sizes), model.num_heads, model.num_kv_heads
+    local = (batch, length, heads, model.head_dim)
+    if ranks == 1 or config.parallel.context == "ring":
+        cut = 1 if ranks == 1 else PIECES["ring"]
+        yield Residual("attention", model.dtype, local)
+        yield _normaliser(length, batch, heads, key_heads, cut=cut)
+        return
+    heads, key_heads = heads // ranks, key_heads * head_copies(key_heads, ranks) // ranks
+    whole = (batch, ranks * length, heads, model.head_dim)
+    pair = (2, batch, ranks * length, key_heads, model.head_dim)
+    yield Residual("exchanged_query", model.dtype, whole)
+    yield Residual("exchanged_key_value", model.dtype, pair)
+    yield Residual("attention", model.dtype, whole)
+    yield _normaliser(ranks * length, batch, heads, key_heads, cut=1)
+    yield Residual("exchanged_attention", model.dtype, local)
+
+
+def _is_read(config: Config, sizes: Sizes, name: str) -> bool:
+    """Say whether backward reads a projection: where Ulysses keeps what was exchanged, it may not.
+
+    Norms, clipping and scales read their input; biases and rotations do not.
+    """
+    model = config.model
+    exchanged = "exchanged_query" if name == "query" else "exchanged_key_value"
+    if sizes["sequence"] == 1 or config.parallel.context == "ring" or exchanged not in kept(config):
+        return True
+    by_norm = name != "value" and model.qk_norm != "none"
+    return by_norm or model.clip_qkv is not None or (name == "query" and model.scalable_softmax)
+
+
 def _attention(config: Config, sizes: Sizes) -> Iterator[Residual]:
-    model, train = config.model, config.train
-    batch, length = train.microbatch, train.sequence_length // sizes["sequence"]
+    model, batch, length = config.model, config.train.microbatch, row_positions(config, sizes)
     heads, key_heads = (model.num_heads, model.head_dim), (model.num_kv_heads, model.head_dim)
-    yield Residual("query", model.dtype, (batch, length, *heads))
-    yield Residual("key", model.dtype, (batch, length, *key_heads))
-    yield Residual("value", model.dtype, (batch, length, *key_heads))
-    yield Residual("attention", model.dtype, (batch, length, *heads))
+    for name, width in {"query": heads, "key": key_heads, "value": key_heads}.items():
+        if _is_read(config, sizes, name):
+            yield Residual(name, model.dtype, (batch, length, *width))
+    yield from _attended(config, sizes)
     if model.attention_gate != "none":
         gate = heads if model.attention_gate == "elementwise" else heads[:1]
         yield Residual("attention_gate", model.dtype, (batch, length, *gate))
-    # Of whole blocks of queries; the query heads of one key head are rows of it.
-    size, number = pieces(train.sequence_length, block_size(train.sequence_length))
-    rows = size * model.num_heads // model.num_kv_heads
-    shape = (number, batch, model.num_kv_heads, rows)
-    yield Residual("attention_logsumexp", "float32", shape)
     yield Residual("attention_output", model.dtype, (batch, length, model.d_model))
 
 
 def _mlp(config: Config, sizes: Sizes, name: str, hidden: int) -> Iterator[Residual]:
     model, train = config.model, config.train
-    tokens = (train.microbatch, train.sequence_length // sizes["sequence"])
+    tokens = (train.microbatch, row_positions(config, sizes))
     yield Residual(f"{name}_hidden", model.dtype, (*tokens, 2 * hidden))
     yield Residual(f"{name}_output", model.dtype, (*tokens, model.d_model))
 
 
 def _router(config: Config, sizes: Sizes) -> Iterator[Residual]:
     model, train = config.model, config.train
-    tokens = (train.microbatch, train.sequence_length // sizes["sequence"])
+    tokens = (train.microbatch, row_positions(config, sizes))
     rows = train.microbatch if model.router.balance_scope == "instance" else 1
     anew = model.router.assignment != "uniform"
     yield Residual("router_logits", "float32", (*tokens, model.num_experts))
@@ -81,7 +121,8 @@ def _router(config: Config, sizes: Sizes) -> Iterator[Residual]:
 
 
 def _experts(config: Config, sizes: Sizes) -> Iterator[Residual]:
-    model, ranks = config.model, sizes["expert"]
+    model = config.model
+    ranks = num_expert_ranks(sizes, fold_sequence=config.parallel.fold_sequence)
     tokens, anew = microbatch_tokens(config, sizes), model.router.assignment != "uniform"
     limit = capacity(config.parallel.capacity_factor, tokens, model.top_k)
     rows = received_rows(tokens, model.top_k, ranks, limit)
@@ -110,7 +151,7 @@ def block_residuals(config: Config, sizes: Sizes, *, routed: bool) -> list[Resid
     """Return what one block keeps of a microbatch: its input, and what `train.recompute` leaves."""
     model, train = config.model, config.train
     names = kept(config) - (READ_BY_A_NORM if model.norm == "pre" else frozenset())
-    tokens = (train.microbatch, train.sequence_length // sizes["sequence"])
+    tokens = (train.microbatch, row_positions(config, sizes))
     results = block_results(config, sizes, routed=routed)
     own = [Residual("block input", model.dtype, (*tokens, model.d_model))]
     return own + [result for result in results if result.name in names]

@@ -6,12 +6,13 @@ The operations cut their work by these functions, and the plan counts it by the 
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
 from olmo_jax.config.records import TrainConfig
+from olmo_jax.config.rules import PIECES
 from olmo_jax.mesh.axes import DENSE_DATA_AXES
 
 # The fastest of 128, 256 and 512 by tools/bench_attention.py, at 2,048 positions on a CPU.
@@ -23,6 +24,10 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "bool": 1}
 
 # Fewest and most rows. Below 64 the loop costs more than the rows that a smaller tile saves.
 CPU_TILE = (64, 512)
+
+
+Context = Literal["ulysses", "ring"]
+"""How attention sees positions of other ranks: the values of `parallel.context`."""
 
 
 class Pieces(NamedTuple):
@@ -47,16 +52,76 @@ def block_size(length: int) -> int:
     return math.ceil(length / math.ceil(length / BLOCK))
 
 
-def block_pairs(length: int, window: int | None) -> Int32[np.ndarray, "pairs 2"]:
-    """List the pairs (query block, key block) in which a query sees a key, queries in order."""
+def block_pairs(
+    length: int, window: int | None, *, distance: int = 0
+) -> Int32[np.ndarray, "pairs 2"]:
+    """List the pairs (query block, key block) in which a query sees a key, queries in order.
+
+    The queries' stretch of `length` positions begins `distance` after the keys' stretch.
+    """
     size = block_size(length)
-    queries = np.arange(math.ceil(length / size))[:, None]
-    keys = queries.T
-    seen = keys <= queries
+    queries = np.arange(math.ceil(length / size))[:, None] * size + distance
+    keys = np.arange(math.ceil(length / size))[None, :] * size
+    seen = keys < queries + size
     if window is not None:
         # The first query of a block sees the furthest back; the last key of a block is the nearest.
-        seen = seen & ((keys + 1) * size > queries * size - window + 1)
+        seen = seen & (np.minimum(keys + size, length) > queries - window + 1)
     return np.argwhere(seen).astype(np.int32)
+
+
+def held_pieces(context: Context, rank: Any, num_ranks: int) -> tuple[Any, ...]:
+    """Return the numbers of the pieces of a row that a rank holds, in its order.
+
+    With a ring they are one from each end, so that causal work is even.
+    """
+    return (rank,) if PIECES[context] == 1 else (rank, 2 * num_ranks - 1 - rank)
+
+
+def padded_length(length: int, context: Context, num_ranks: int) -> int:
+    """Return the length of a row with padding to equal pieces; one rank needs none."""
+    if num_ranks == 1:
+        return length
+    total = num_ranks * PIECES[context]
+    return math.ceil(length / total) * total
+
+
+def head_copies(num_kv_heads: int, num_ranks: int) -> int:
+    """Return how often each key head must be there for the ranks to share them evenly."""
+    return num_ranks // math.gcd(num_kv_heads, num_ranks)
+
+
+class Hop(NamedTuple):
+    """What a rank attends to when the keys at hand have come over `shift` ranks: pairs of blocks.
+
+    `across`: queries of its second piece, keys of the first piece. `within`: of its own keys,
+    queries and keys of the same piece; of other keys, both of the first pieces or both of the
+    second ones, by which rank is further.
+    """
+
+    shift: int
+    across: Int32[np.ndarray, "pairs 2"]
+    within: Int32[np.ndarray, "pairs 2"]
+
+
+def ring_hops(piece: int, num_ranks: int, window: int | None) -> tuple[Hop, ...]:
+    """Return the hops of a ring, own keys first; those in which no rank has a pair are left out.
+
+    All ranks run one program, so each hop has the pairs of the rank that has most of them: the one
+    whose pieces are nearest. `piece` is the length of a piece.
+    """
+    hops = []
+    for shift in range(num_ranks):
+        others = [(rank - shift) % num_ranks for rank in range(num_ranks)]
+        across = min(2 * num_ranks - 1 - me - other for me, other in enumerate(others))
+        within = min(abs(me - other) for me, other in enumerate(others))
+        hop = Hop(
+            shift,
+            block_pairs(piece, window, distance=across * piece),
+            block_pairs(piece, window, distance=within * piece),
+        )
+        if len(hop.across) or len(hop.within):
+            hops.append(hop)
+    return tuple(hops)
 
 
 def tile_rows(num_rows: int, num_groups: int, fewest: int, most: int) -> int:

@@ -14,16 +14,18 @@ from jaxtyping import Array
 
 from olmo_jax.config import Config, with_mesh
 from olmo_jax.data.batch import Batch
+from olmo_jax.data.layout import lay_out
 from olmo_jax.mesh.axes import DENSE_DATA_AXES, resolve
 from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.mesh.rules import BATCH, DEVICES, REPLICATED, ROWS, axes_of_entry
 from olmo_jax.parallel.pipeline.restack import Places, to_layers, to_stages
 from olmo_jax.parallel.pipeline.transfers import AXIS
-from olmo_jax.plan.static_sizes import num_microbatches
+from olmo_jax.plan.static_sizes import num_microbatches, padded_length
 from olmo_jax.train.state import Layout, State, first_state, rebuild, shardings
 from olmo_jax.train.step import Metrics, evaluation_step, train_step
 
-BATCH_SPECS = Batch(BATCH, BATCH, BATCH, BATCH, BATCH, ROWS)
+BATCH_SPECS = Batch(BATCH, BATCH, ROWS, BATCH, BATCH, ROWS)
+"""Attention on any rank must know the documents of whole rows."""
 
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 """XLA may else leave out roundings to bf16, others when it computes a value again than at first."""
@@ -170,6 +172,7 @@ class Program:
     def place(self, batch: Batch) -> Batch:
         """Cut `rows` of a global batch into microbatches and put them on the devices."""
         per_microbatch, own = self.config.train.microbatch * self.num_data_ranks, self._own_rows
+        batch = lay_out(batch, self.config.parallel.context, self.mesh.shape["sequence"])
 
         def put(value: Any, sharding: Any) -> Array:
             value = np.asarray(value)
@@ -202,7 +205,9 @@ class Program:
         train = self.config.train
         state = jax.eval_shape(partial(first_state, self.layout))
         shape = (self.num_microbatches, train.microbatch * self.num_data_ranks)
-        long = jax.ShapeDtypeStruct((*shape, train.sequence_length), jnp.int32)
+        context, num_ranks = self.config.parallel.context, self.mesh.shape["sequence"]
+        length = padded_length(train.sequence_length, context, num_ranks)
+        long = jax.ShapeDtypeStruct((*shape, length), jnp.int32)
         mask = jax.ShapeDtypeStruct(long.shape, jnp.bool_)
         rows = jax.ShapeDtypeStruct(shape, jnp.int32)
         batch = Batch(long, long, long, long, mask, rows)

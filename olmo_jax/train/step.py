@@ -16,18 +16,26 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
 from olmo_jax.data.batch import Batch
-from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES
+from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES, expert_model_axes, num_expert_ranks
 from olmo_jax.model.balance import bias_update
 from olmo_jax.model.moe import RouterSums
 from olmo_jax.model.objective import Divisors, count, divide
-from olmo_jax.model.placement import ExpertWeights, Placement, keep_everything, swiglu
+from olmo_jax.model.placement import (
+    WHOLE_ROWS,
+    ExpertWeights,
+    Placement,
+    Rows,
+    keep_everything,
+    swiglu,
+)
 from olmo_jax.model.recompute import keep_only
 from olmo_jax.model.transformer import Params, routed_rows
+from olmo_jax.ops.attention import attention
 from olmo_jax.ops.grouped_matmul import grouped_matmul
 from olmo_jax.ops.varying import vary_over
 from olmo_jax.optim import adamw, skip
 from olmo_jax.optim.clip import clip_coefficient
-from olmo_jax.parallel import expert, units
+from olmo_jax.parallel import context, expert, units
 from olmo_jax.parallel.distributed_optimizer import gather_to_resident, global_norm, reduce_to_main
 from olmo_jax.parallel.sums import max_everywhere, sum_everywhere, sum_over
 from olmo_jax.train import pipelined
@@ -46,11 +54,12 @@ def routed_mlp(
     return checkpoint_name(output, "expert_output")
 
 
-def _routed(config: Config, num_ranks: int, *, training: bool) -> Any:
+def _routed(config: Config, sizes: Mapping[str, int], *, training: bool) -> Any:
+    fold = config.parallel.fold_sequence
     group: dict[str, Any] = {
         "num_experts": config.model.num_experts,
-        "axis": "expert",
-        "num_ranks": num_ranks,
+        "axis": expert_model_axes(fold_sequence=fold),
+        "num_ranks": num_expert_ranks(sizes, fold_sequence=fold),
     }
 
     def routed(
@@ -65,10 +74,27 @@ def _routed(config: Config, num_ranks: int, *, training: bool) -> Any:
     return routed
 
 
+def _rows(config: Config, num_ranks: int) -> Rows:
+    """Return how a device holds rows that `num_ranks` share."""
+    if num_ranks == 1:
+        return WHOLE_ROWS
+    method = config.parallel.context
+    attends = {
+        "ulysses": partial(context.ulysses, num_ranks=num_ranks, attend=attention),
+        "ring": partial(context.ring, num_ranks=num_ranks),
+    }
+    return Rows(
+        attend=attends[method],
+        offsets=partial(context.offsets, method, num_ranks),
+        length=lambda _: config.train.sequence_length,
+    )
+
+
 def _placement(config: Config, sizes: Mapping[str, int], *, training: bool) -> Placement:
     return Placement(
         read=units.read,
-        experts=_routed(config, sizes["expert"], training=training),
+        experts=_routed(config, sizes, training=training),
+        rows=_rows(config, sizes["sequence"]),
         recomputed=partial(keep_only, kept(config)) if training else keep_everything,
         over_sequence=partial(sum_over, axes=("sequence",)),
         over_data=partial(sum_over, axes=(*DENSE_DATA_AXES, "sequence")),

@@ -59,7 +59,26 @@ WRONG = [
         "mesh.pipeline=8 model.num_layers=4",
         "8 stages, but the body has 3 layers; use mesh.pipeline=3 or less",
     ),
-    ("mesh.sequence=2", "mesh.sequence=2", "context parallelism", "use mesh.sequence=1"),
+    (
+        "mesh.sequence=3",
+        "mesh.sequence=3 does not divide model.num_heads=4",
+        "use 1, 2 or 4, or parallel.context=ring",
+    ),
+    (
+        "mesh.sequence=4 parallel.context=ring train.sequence_length=7",
+        "train.sequence_length=7 has fewer positions than the 8 pieces",
+        "use mesh.sequence=3 or less, or train.sequence_length=8 or more",
+    ),
+    (
+        "mesh.expert=4 mesh.sequence=4 parallel.fold_sequence=true",
+        "mesh.expert=4 x mesh.sequence=4 = 16 do not divide model.num_experts=8",
+        "use mesh.expert=1 or 2, or parallel.fold_sequence=false",
+    ),
+    (
+        "mesh.sequence=4 parallel.fold_sequence=true model.num_experts=6",
+        "mesh.expert=1 x mesh.sequence=4 = 4 do not divide model.num_experts=6",
+        "use parallel.fold_sequence=false",
+    ),
     (
         "run_dir=gs://bucket/run",
         "run_dir=gs://bucket/run is in no file system",

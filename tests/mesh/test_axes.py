@@ -31,12 +31,21 @@ def test_eight_ranks_with_expert_pairs_and_no_pipeline():
     assert axes.expert_data_groups(sizes) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
+def test_four_ranks_share_rows_and_experts_folded_or_not():
+    sizes = sizes_of(expert=1, sequence=2, data=2)
+    assert axes.expert_model_groups(sizes, fold_sequence=True) == [[0, 1], [2, 3]]
+    sizes = sizes_of(expert=2, sequence=2)
+    assert axes.expert_model_groups(sizes, fold_sequence=True) == [[0, 1, 2, 3]]
+    assert axes.expert_model_groups(sizes) == [[0, 2], [1, 3]]
+
+
 # Groups of rank 0, observed on the reference's own mesh builder with 4 and 8 ranks:
 # sizes, is the sequence folded, sequence, EP-MP, EP-DP, dense gradient.
 RANK_0 = [
     (sizes_of(data=2, expert=2), False, [0], [0, 1], [0, 2], [0, 1, 2, 3]),
     (sizes_of(expert=2, sequence=2), True, [0, 1], [0, 1, 2, 3], [0], [0, 1, 2, 3]),
     (sizes_of(data=2, sequence=2), True, [0, 1], [0, 1], [0, 2], [0, 1, 2, 3]),
+    (sizes_of(expert=2, sequence=2), False, [0, 1], [0, 2], [0, 1], [0, 1, 2, 3]),
     (
         sizes_of(data=2, expert=2, sequence=2),
         True,

@@ -130,11 +130,11 @@ def multiply(pool, rows, group_sizes):
     return jnp.einsum("re,rd,edf->rf", owned.astype(rows.dtype), rows, pool)
 
 
-def exchanged(compute, *, factor, num_ranks=W, slices=False):
+def exchanged(compute, *, factor, num_ranks=W, slices=False, axis="expert"):
     """Return a function of (x, experts, weights, real, pool) on a rank: outputs and drops."""
 
     def run(x, experts, weights, real, pool):
-        group = {"num_experts": E // W * num_ranks, "axis": "expert", "num_ranks": num_ranks}
+        group = {"num_experts": E // W * num_ranks, "axis": axis, "num_ranks": num_ranks}
         local = partial(compute, pool)
         if slices:
             y, dropped = expert.exchange_in_slices(x, experts, weights, real, local, **group)
@@ -191,6 +191,20 @@ def test_outputs_drops_and_gradients_equal_a_dense_formulation(factor, on_ranks)
             np.testing.assert_allclose(one, other, atol=1e-5)
         lost = (real[:, None] & ~kept).reshape(W, -1).sum(axis=1)
         np.testing.assert_array_equal(dropped, lost)
+
+
+def test_a_group_over_two_axes_is_the_group_of_their_ranks(on_ranks, mesh_of):
+    both = ("expert", "sequence")
+    folded = jax.shard_map(
+        exchanged(multiply, factor=0.5, axis=both),
+        mesh=mesh_of(expert=2, sequence=2),
+        in_specs=P(both),
+        out_specs=P(both),
+    )
+    found = jax.jit(folded)(*inputs(0))
+    assert found[1].sum() > 0
+    wanted = on_ranks(exchanged(multiply, factor=0.5))(*inputs(0))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 @pytest.mark.matrix

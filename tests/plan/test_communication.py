@@ -38,6 +38,33 @@ METHODS = {
         FSDP | {"reshard": "step"},
     ),
 }
+
+RING = {"context": "ring"}
+FOLDED = {"fold_sequence": True}
+WINDOWS = {"model": {"num_layers": 6, "windows": WindowConfig(pattern=(4, -1))}}
+CONTEXTS = {
+    "ulysses": ({"sequence": 2}, {}, {}),
+    "ulysses, fewer key heads than ranks": ({"sequence": 4}, {}, {}),
+    "ulysses, experts": ({"expert": 2, "sequence": 2}, {}, {}),
+    "ulysses, folded": ({"expert": 2, "sequence": 4}, FOLDED, {}),
+    "ulysses, fsdp, folded": ({"fsdp": 2, "expert": 2, "sequence": 2}, FSDP | FOLDED, {}),
+    "ulysses, recomputed": ({"sequence": 2}, {}, {"train": {"recompute": "attention"}}),
+    "ulysses, exchanged again": (
+        {"sequence": 2},
+        {},
+        {"train": {"recompute": ("exchanged_query", "exchanged_attention")}},
+    ),
+    "ring": ({"sequence": 2}, RING, {}),
+    "ring of four, windows": ({"sequence": 4}, RING, WINDOWS),
+    "ring, hsdp, folded": ({"data": 2, "fsdp": 2, "sequence": 2}, RING | FSDP | FOLDED, {}),
+    "ring, recomputed": ({"sequence": 4}, RING, {"train": {"recompute": "block"}}),
+    "ring, normaliser again": (
+        {"sequence": 4},
+        RING,
+        {"train": {"recompute": ("attention_logsumexp",)}},
+    ),
+    "ring, one layer scanned": ({"sequence": 2}, RING, {"model": {"num_layers": 2}}),
+}
 NUM_MICROBATCHES = (1, 2, 4, 8)
 GLOBAL = {"balance_scope": "global"}
 
@@ -89,7 +116,7 @@ RECOMPUTE = (
 
 
 def config_of(mesh, parallel, num_microbatches, *, model=None, **others):
-    ranks = math.prod(mesh.values())
+    ranks = math.prod(mesh.values()) // mesh.get("sequence", 1)
     given = dict(parallel)
     return cases.tiny(
         mesh,
@@ -127,6 +154,21 @@ IN_MAKE_TEST = {("hsdp, experts", 4), ("hsdp, experts, kept for the step", 4)}
 def test_every_method_sends_what_the_plan_says(name, num_microbatches, program_of):
     mesh, parallel = METHODS[name]
     assert_equal(config_of(mesh, parallel, num_microbatches), program_of)
+
+
+IN_MAKE_TEST_OF_CONTEXTS = ("ulysses, folded", "ring of four, windows")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in IN_MAKE_TEST_OF_CONTEXTS else pytest.mark.matrix)
+        for name in CONTEXTS
+    ],
+)
+def test_context_parallelism_sends_what_the_plan_says(name, program_of):
+    mesh, parallel, others = CONTEXTS[name]
+    assert_equal(config_of(mesh, parallel, 2, **others), program_of)
 
 
 @pytest.mark.matrix

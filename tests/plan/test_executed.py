@@ -82,6 +82,18 @@ CONFIGS = {
         model=MODEL,
         train=TrainConfig(global_batch=1, sequence_length=23, recompute=("head_normaliser",)),
     ),
+    "Ulysses, rows of three blocks, folded": Config(
+        mesh=MeshConfig(expert=2, sequence=2),
+        model=MODEL,
+        parallel=ParallelConfig(fold_sequence=True),
+        train=TrainConfig(global_batch=4, sequence_length=515, head_chunk_tokens=200),
+    ),
+    "a ring, windows, pieces of three blocks, attention recomputed": Config(
+        mesh=MeshConfig(sequence=4),
+        model=MODEL.model_copy(update={"windows": WindowConfig(pattern=(700, -1))}),
+        parallel=ParallelConfig(context="ring"),
+        train=TrainConfig(global_batch=1, sequence_length=4120, recompute="attention"),
+    ),
     "all dense": Config(
         mesh=MeshConfig(data=2),
         model=MODEL.model_copy(update={"num_dense_layers": 3, "num_experts": 0, "top_k": 0}),

@@ -148,7 +148,10 @@ def test_useful_flops_are_those_of_a_step_written_out_plainly(changes):
 def test_a_program_that_multiplies_more_is_counted_with_the_same_formulas():
     length = 7
     wasteful = components(
-        SMALL, tokens=length, pairs=lambda window: length * length, rows=length * SMALL.num_experts
+        SMALL,
+        tokens=length,
+        pairs=lambda window: SMALL.num_heads * length * length,
+        rows=length * SMALL.num_experts,
     )
     needed = useful(SMALL, length)
     ratios = {kind: wasteful[kind].total / needed[kind].total for kind in needed}

@@ -13,6 +13,7 @@ import pytest
 
 from olmo_jax.config.layers import body_grid
 from olmo_jax.config.records import WindowConfig
+from olmo_jax.mesh.axes import num_expert_ranks
 from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.ops import grouped_matmul
 from olmo_jax.parallel.pipeline import SCHEDULES, bubble, executor, peak_live
@@ -21,7 +22,7 @@ from olmo_jax.plan import residuals
 from olmo_jax.plan.flops import Flops, step_flops
 from olmo_jax.plan.memory import memory
 from olmo_jax.plan.parameters import parameter_shapes
-from olmo_jax.plan.passes import num_ticks
+from olmo_jax.plan.passes import num_ticks, row_positions
 from olmo_jax.plan.static_sizes import capacity, num_microbatches, received_rows
 from olmo_jax.program import hlo, jaxpr
 from olmo_jax.program.contract import memory_bytes
@@ -37,7 +38,7 @@ def config_of(mesh, parallel, microbatches, *, microbatch=1, **others):
     """Return a config with so many microbatches; seven layers, two of them dense, by default."""
     given = dict(parallel)
     model = {"num_layers": 7, "num_dense_layers": 2, "dtype": "bfloat16"}
-    data_ranks = math.prod(mesh.values()) // mesh.get("pipeline", 1)
+    data_ranks = math.prod(mesh.values()) // mesh.get("pipeline", 1) // mesh.get("sequence", 1)
     return cases.tiny(
         mesh,
         shard_optimizer=given.pop("shard_optimizer", True),
@@ -192,6 +193,37 @@ MATRIX = {
         4,
         model={"num_dense_layers": 7, "dtype": "float32"},
     ),
+    "Ulysses, folded, other gates": config_of(
+        {"pipeline": 2, "expert": 2, "sequence": 2},
+        {"fold_sequence": True} | schedule_of("interleaved", 2),
+        4,
+        model={"attention_gate": "elementwise"},
+        train={"sequence_length": 45},
+    ),
+    "Ulysses, no norm of queries and keys, exchanged again": config_of(
+        {"pipeline": 2, "sequence": 2},
+        {},
+        2,
+        model={"qk_norm": "none", "scalable_softmax": True},
+        train={"sequence_length": 45, "recompute": ("exchanged_key_value",)},
+    ),
+    "a ring, fsdp, windows": config_of(
+        {"pipeline": 2, "fsdp": 2, "sequence": 2},
+        {"context": "ring"} | FSDP | schedule_of("interleaved"),
+        4,
+        microbatch=2,
+        model={
+            "num_layers": 6,
+            "windows": WindowConfig(pattern=(4, -1), force_full_first=False, force_full_last=False),
+        },
+        train={"sequence_length": 43},
+    ),
+    "a ring of four, attention computed again": config_of(
+        {"pipeline": 2, "sequence": 4},
+        {"context": "ring"},
+        2,
+        train={"recompute": "attention", "sequence_length": 85},
+    ),
     "no room for all rows": config_of(
         {"pipeline": 2, "expert": 4}, schedule_of("interleaved", 2), 2, capacity_factor=1.1
     ),
@@ -229,12 +261,16 @@ def test_a_slot_holds_the_results_that_the_policy_names(config):
 def token_dims(config, sizes):
     """Return the dims that count tokens of a microbatch, or rows of the experts."""
     train, model = config.train, config.model
-    tokens = train.microbatch * train.sequence_length
-    group = sizes["expert"] * tokens
+    positions = row_positions(config, sizes)
+    experts = num_expert_ranks(sizes, fold_sequence=config.parallel.fold_sequence)
+    tokens = train.microbatch * positions
     limit = capacity(config.parallel.capacity_factor, tokens, max(model.top_k, 1))
-    rows = received_rows(tokens, model.top_k, sizes["expert"], limit)
-    queries = train.sequence_length * model.num_heads // model.num_kv_heads
-    return {train.sequence_length, tokens, group, rows, queries}
+    rows = received_rows(tokens, model.top_k, experts, limit)
+    # Whole rows under Ulysses; a ring's pieces are halves.
+    seen = {positions, positions * sizes["sequence"]}
+    cut = 2 if sizes["sequence"] > 1 and config.parallel.context == "ring" else 1
+    queries = {n // cut * model.num_heads // model.num_kv_heads for n in seen}
+    return {*seen, *queries, tokens, experts * tokens, rows}
 
 
 @pytest.mark.parametrize("config", ALL)

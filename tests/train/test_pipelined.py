@@ -46,8 +46,7 @@ def check(program):
     bound = ROUNDING if config.model.num_layers < 10 else 2 * ROUNDING
     cases.assert_close(gradients, expected, bound)
     values = {"loss": parts.cross_entropy, "z_loss": parts.z, "grad_norm": cases.norm_of(expected)}
-    if counts is not None and counts.size:
-        layers = config.model.num_routed_layers
+    if layers := config.model.num_routed_layers:
         values |= {
             "balance_loss": parts.balance / layers,
             "router_z_loss": parts.router_z / layers,

@@ -23,6 +23,7 @@ def step_of(program):
     return cases.host(state), cases.host(metrics)
 
 
+EXCHANGED = {"exchanged_query", "exchanged_key_value", "exchanged_attention"}
 ATTENTION = {"query", "key", "value", "attention_gate", "attention", "attention_logsumexp"}
 EXPERTS = {"expert_hidden", "expert_output"}
 
@@ -87,7 +88,7 @@ EVERY_RESULT = {"attention_gate": "headwise", "num_layers": 3}
 def test_every_name_is_that_of_a_result(program_of):
     """A name that nothing has would be kept, or computed again, in vain."""
     config = cases.tiny(
-        {"fsdp": 2},
+        {"fsdp": 2, "sequence": 2},
         model=EVERY_RESULT,
         router={"assignment": "learned"},
         parallel={"method": "fsdp"},
@@ -97,12 +98,16 @@ def test_every_name_is_that_of_a_result(program_of):
 
 
 @pytest.mark.parametrize(
-    ("recompute", "again"),
-    [("attention", ATTENTION), ("experts", EXPERTS), (("value",), {"value"})],
+    ("recompute", "again", "mesh"),
+    [
+        ("attention", ATTENTION | EXCHANGED, {"sequence": 2}),
+        ("experts", EXPERTS, {}),
+        (("value",), {"value"}, {}),
+    ],
     ids=["attention", "experts", "value"],
 )
-def test_what_is_computed_again_is_what_the_policy_names(recompute, again, program_of):
-    config = cases.tiny({}, model=EVERY_RESULT, train={"recompute": recompute}, global_batch=2)
+def test_what_is_computed_again_is_what_the_policy_names(recompute, again, mesh, program_of):
+    config = cases.tiny(mesh, model=EVERY_RESULT, train={"recompute": recompute}, global_batch=2)
     _, found = names_in(program_of(config))
     assert found & set(NAMES) == again
     assert kept(config) == {*NAMES, *ALWAYS_KEPT} - again
