@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from olmo_jax.config.records import Config
+from olmo_jax.mesh.axes import expert_model_axes, num_expert_ranks
 from olmo_jax.plan.activations import Held, Workspace, held, workspace
 from olmo_jax.plan.communication import Traffic, communication
 from olmo_jax.plan.flops import flops_per_token
@@ -229,8 +230,8 @@ def _keeps(plan: Plan) -> dict[str, tuple[bool, str, str, int]]:
             state.persistent + state.gathered if is_fsdp else 0,
         ),
         "EP": (
-            sizes["expert"] > 1,
-            "expert",
+            num_expert_ranks(sizes, fold_sequence=parallel.fold_sequence) > 1,
+            " x ".join(expert_model_axes(fold_sequence=parallel.fold_sequence)),
             "its experts' compute weights",
             _expert_bytes(plan),
         ),
@@ -240,7 +241,12 @@ def _keeps(plan: Plan) -> dict[str, tuple[bool, str, str, int]]:
             "its layers; slots for chunks in flight",
             plan.held.slots,
         ),
-        "CP": (sizes["sequence"] > 1, "sequence", "a slice of every sequence", 0),
+        "CP": (
+            sizes["sequence"] > 1,
+            "sequence",
+            "activations of a slice of every sequence",
+            plan.held.activations,
+        ),
         "TP": (False, "", "not built: it would compete with EP for the fast links", 0),
     }
 
