@@ -44,6 +44,8 @@ def add_config_commands(commands: argparse._SubParsersAction) -> None:
     one = commands.add_parser("check", help=text, description=text)
     add_config(one)
     one.set_defaults(command="check")
+    add_plan_command(commands)
+    add_compile_command(commands)
     text = "train, or go on with the run that the run folder holds"
     one = commands.add_parser("train", help=text, description=text)
     add_config(one)
@@ -56,6 +58,37 @@ def add_config_commands(commands: argparse._SubParsersAction) -> None:
         help="go on although seed, data or tokenizer is not the checkpoint's",
     )
     one.set_defaults(command="train")
+
+
+def add_plan_command(commands: argparse._SubParsersAction) -> None:
+    text = "say what a config holds, sends and takes on a machine; starts no device"
+    one = commands.add_parser("plan", help=text, description=text)
+    add_config(one)
+    one.add_argument(
+        "--hardware",
+        default="h200",
+        metavar="NAME_OR_FILE",
+        help="h200, b300, b200, h100, a100, or a YAML file; default: h200",
+    )
+    one.add_argument(
+        "--devices", type=positive, metavar="N", help="default: those of the mesh; an open axis, 8"
+    )
+    one.add_argument("--search", action="store_true", help="rank every mesh of so many devices")
+    one.add_argument("--json", action="store_true", help="the same as JSON")
+    one.add_argument("--picture", type=Path, metavar="FILE", help="draw it too: .png or .svg")
+    one.set_defaults(command="plan")
+
+
+def add_compile_command(commands: argparse._SubParsersAction) -> None:
+    text = "compile a config's step for GPUs that are not here, and say what XLA made of it"
+    one = commands.add_parser("compile", help=text, description=text)
+    add_config(one)
+    one.add_argument("--target", choices=("h100", "h200", "b200"), default="h200")
+    one.add_argument("--devices", type=positive, metavar="N", help="default: those of the mesh")
+    one.add_argument("--devices-per-node", type=positive, default=8, metavar="N", help="default: 8")
+    one.add_argument("--hlo", type=Path, metavar="FILE", help="write the compiled program there")
+    one.add_argument("--json", action="store_true", help="the same as JSON")
+    one.set_defaults(command="compile_step")
 
 
 def add_run_commands(commands: argparse._SubParsersAction) -> None:

@@ -72,6 +72,42 @@ def check(given: argparse.Namespace) -> None:
     print(f"{given.config} is {summary(load(given.config, given.overrides))}")
 
 
+def plan(given: argparse.Namespace) -> None:
+    from olmo_jax.config import load
+    from olmo_jax.plan import command
+
+    print(
+        command.plan(
+            load(given.config, given.overrides),
+            hardware=given.hardware,
+            num_devices=given.devices,
+            search=given.search,
+            as_json=given.json,
+            picture=given.picture,
+            title=str(given.config),
+        )
+    )
+
+
+def compile_step(given: argparse.Namespace) -> None:
+    import json
+
+    from olmo_jax.config import load
+    from olmo_jax.launch.environment import prepare_compiler
+    from olmo_jax.mesh.axes import num_devices_wanted
+
+    config = load(given.config, given.overrides)
+    prepare_compiler()
+    from olmo_jax.program import gpu, gpu_report
+
+    num_devices = given.devices or num_devices_wanted(config.mesh)
+    compiled = gpu.compile_for(config, given.target, num_devices, given.devices_per_node)
+    if given.hlo is not None:
+        given.hlo.write_text(compiled.text, encoding="utf-8")
+    numbers = gpu_report.as_json(compiled) if given.json else None
+    print(json.dumps(numbers, indent=2) if numbers else gpu_report.text(compiled))
+
+
 def train(given: argparse.Namespace) -> int:
     from olmo_jax.launch import stop
 
@@ -276,6 +312,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     command.__name__: command
     for command in (
         check,
+        plan,
+        compile_step,
         train,
         evaluate,
         sample,

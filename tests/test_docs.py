@@ -137,7 +137,7 @@ def test_the_readme_shows_every_command() -> None:
     wanted = {f"{group} {name}" for group, names in groups.items() for name in names}
     lines = commands(PAGES[0])
     shown = {" ".join(words[: 2 if words[0] in groups else 1]) for words in lines}
-    assert shown == {"check", "train", "eval", "sample", *wanted}
+    assert shown == {"check", "plan", "compile", "train", "eval", "sample", *wanted}
 
 
 @every_page

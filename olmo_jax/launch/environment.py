@@ -55,6 +55,26 @@ def prepare(
     return _missing_plugin()
 
 
+def prepare_compiler() -> None:
+    """Set what jax will read so that it compiles for GPUs without one, and no driver is looked for.
+
+    XLA takes the `ptxas` that comes first on PATH: that of the installed wheel, not an older one.
+
+    Raises: RuntimeError if jax has been imported already.
+    """
+    if "jax" in sys.modules:
+        raise RuntimeError("prepare_compiler() must run before jax is imported")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    # What XLA notes on the way is about the GPU that it does not find.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # It writes such programs to its cache, and cannot read them back.
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    wheel = importlib.util.find_spec("nvidia")
+    for folder in (wheel.submodule_search_locations or ()) if wheel else ():
+        binaries = Path(folder) / "cu13" / "bin"
+        os.environ["PATH"] = f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
 def cache_dir() -> Path:
     """Return where compiled programs are kept: OLMO_JAX_CACHE, or a folder in the user's cache."""
     own = os.environ.get("OLMO_JAX_CACHE")

@@ -10,12 +10,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jax.sharding import PartitionSpec as P
-
 from olmo_jax.errors import UserError
 from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES, expert_model_axes
 
 Sizes = Mapping[str, int]
+
+
+class Spec(tuple):
+    """A partition spec without jax: for each dim the mesh axes that divide it, None for none.
+
+    It is one leaf of a pytree. `train.state.partition` makes it jax's own.
+    """
+
+    def __new__(cls, *entries: str | tuple[str, ...] | None) -> "Spec":
+        return super().__new__(cls, entries)
 
 
 @dataclass(frozen=True)
@@ -45,25 +53,25 @@ STACKED = "layers"
 STAGED = ("chunks", "stages", STACKED)
 """What stands in its place if a pipeline divides the layers: [chunks, ranks, a stage's places]."""
 
-BATCH = P(None, DENSE_DATA_AXES, "sequence")
+BATCH = Spec(None, DENSE_DATA_AXES, "sequence")
 """A step's batch, [microbatches, B, L]."""
 
-ROWS = P(None, DENSE_DATA_AXES)
+ROWS = Spec(None, DENSE_DATA_AXES)
 """What a step's batch holds once a row, [microbatches, B], or of whole rows, [..., L]."""
 
-DEVICES = P(AXES)
+DEVICES = Spec(AXES)
 """One element a device."""
 
-REPLICATED = P()
+REPLICATED = Spec()
 
 
 @dataclass(frozen=True)
 class Placed:
     """The three specs of one parameter."""
 
-    compute: P
-    resident: P
-    main: P
+    compute: Spec
+    resident: Spec
+    main: Spec
 
 
 def axes_of_entry(entry: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -73,12 +81,12 @@ def axes_of_entry(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def axes_used(spec: P) -> tuple[str, ...]:
+def axes_used(spec: Spec) -> tuple[str, ...]:
     """Return the mesh axes that divide some dim, in the spec's order."""
     return tuple(axis for entry in spec for axis in axes_of_entry(entry))
 
 
-def replica_axes(spec: P) -> tuple[str, ...]:
+def replica_axes(spec: Spec) -> tuple[str, ...]:
     """Return the mesh axes over which the leaf is repeated."""
     return tuple(axis for axis in AXES if axis not in axes_used(spec))
 
@@ -107,7 +115,7 @@ def compute_spec(
     dims: Sequence[str],
     rules: Mapping[str, tuple[str, ...]],
     sizes: Sizes,
-) -> P:
+) -> Spec:
     """Return the spec of a compute weight from its logical dims.
 
     Raises: UserError if an axis does not divide its dim, or would divide two.
@@ -116,7 +124,7 @@ def compute_spec(
     _check_collision(name, dims, axes)
     for dim, size, entry in zip(dims, shape, axes, strict=True):
         _check_divides(name, dim, size, entry, sizes)
-    return P(*(entry[0] if len(entry) == 1 else entry or None for entry in axes))
+    return Spec(*(entry[0] if len(entry) == 1 else entry or None for entry in axes))
 
 
 def _first_dim_that_takes(
@@ -131,12 +139,12 @@ def _first_dim_that_takes(
 
 def further_spec(
     shape: Sequence[int],
-    spec: P,
+    spec: Spec,
     axes: tuple[str, ...],
     sizes: Sizes,
     *,
     untouched: Sequence[int] = (),
-) -> P:
+) -> Spec:
     """Return `spec`, divided further by those of `axes` that it does not use.
 
     All of them go to the leading dim that takes them together (scattering a later dim would
@@ -154,7 +162,7 @@ def further_spec(
         d = _first_dim_that_takes(group, dims, taken, sizes)
         if d is not None:
             taken[d] = (*taken[d], *group)
-    return P(*(entry[0] if len(entry) == 1 else entry or None for entry in taken))
+    return Spec(*(entry[0] if len(entry) == 1 else entry or None for entry in taken))
 
 
 def place(
@@ -181,12 +189,12 @@ def place(
     return Placed(compute, resident, main)
 
 
-def layers_spec(shape: Sequence[int], staged: P, sizes: Sizes) -> P:
+def layers_spec(shape: Sequence[int], staged: Spec, sizes: Sizes) -> Spec:
     """Return the spec of a staged leaf as [layers, ...], where `pipeline` divides another dim.
 
     `shape` is that of the result. Where no dim takes it, the leaf is repeated over `pipeline`.
     """
-    rest = P(None, *staged[len(STAGED) :])
+    rest = Spec(None, *staged[len(STAGED) :])
     return further_spec(shape, rest, ("pipeline",), sizes, untouched=(0,))
 
 
@@ -194,7 +202,7 @@ Cuts = tuple[tuple[int, tuple[str, ...]], ...]
 """(dim, axes) for each dim that is divided further, the dim counted from the last, -1."""
 
 
-def cuts(before: P, after: P) -> Cuts:
+def cuts(before: Spec, after: Spec) -> Cuts:
     """Return where `after` divides further than `before`."""
     padded = [*before, *[None] * (len(after) - len(before))]
     pairs = [(axes_of_entry(b), axes_of_entry(a)) for b, a in zip(padded, after, strict=True)]

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from numpy.typing import DTypeLike
 
 from olmo_jax.errors import UserError
+from olmo_jax.ops import target
 from olmo_jax.ops.blockwise import LOWEST, blockwise, visible
 
 
@@ -77,7 +78,7 @@ _BACKENDS: dict[str, Callable[[Array, Array, Array, Array | None, int | None, fl
 def default_backend(dtype: DTypeLike, head_dim: int, length: int, *, segmented: bool) -> str:
     """Return `cudnn` on a GPU if it takes such arrays, else `blockwise`."""
     refusal = cudnn_refusal(dtype, head_dim, length, segmented=segmented)
-    return "cudnn" if jax.default_backend() == "gpu" and refusal is None else "blockwise"
+    return "cudnn" if target.here().is_gpu and refusal is None else "blockwise"
 
 
 def attention(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
-from olmo_jax.ops import varying
+from olmo_jax.ops import target, varying
 from olmo_jax.plan.static_sizes import CPU_TILE, num_visits, rest_rows, tile_rows
 
 # CUDA compute capabilities
@@ -45,7 +45,7 @@ def grouped_matmul(
 
     Raises: ValueError for an unknown backend, or one whose package is not installed.
     """
-    name = _backend_here() if backend is None else backend
+    name = default_backend(*target.here()) if backend is None else backend
     if name not in _BACKENDS:
         known = ", ".join(_BACKENDS)
         raise ValueError(f"backend={name!r} is no grouped matmul; use one of {known}")
@@ -55,18 +55,14 @@ def grouped_matmul(
 def default_backend(platform: str, compute_capability: str = "0") -> str:
     """Return the backend for a device's platform and, if that is CUDA, compute capability.
 
-    `lax.ragged_dot` does E times the work on CPU and GPU, so only TPUs use it.
+    `lax.ragged_dot` does E times the work on CPU and GPU, so only TPUs use it. tokamax's kernel for
+    Blackwell does not trace under `check_vma` (0.0.17: "mpmd_map does not support Refs with
+    varying manual axis types").
     """
     if platform in ("gpu", "cuda"):
-        if float(compute_capability) < _HOPPER:
-            return "large_tiles"
-        return "mosaic" if float(compute_capability) < _BLACKWELL else "mosaic_product"
+        is_hopper = _HOPPER <= float(compute_capability) < _BLACKWELL
+        return "mosaic" if is_hopper else "large_tiles"
     return "ragged" if platform == "tpu" else "tiles"
-
-
-def _backend_here() -> str:
-    device = jax.devices()[0]
-    return default_backend(device.platform, getattr(device, "compute_capability", "0"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -304,6 +300,5 @@ _BACKENDS = {
     "tiles": _tiles(Tiling(*CPU_TILE, transpose_bf16=True)),
     "large_tiles": _tiles(_LARGE),
     "mosaic": Kernels(_mosaic_product, _mosaic_outer),
-    "mosaic_product": Kernels(_mosaic_product, partial(_tiles_outer, _LARGE)),
     "ragged": Kernels(_ragged_product, _ragged_outer),
 }

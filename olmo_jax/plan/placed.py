@@ -4,11 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jax.sharding import PartitionSpec as P
-
 from olmo_jax.config.layers import body_grid
 from olmo_jax.config.records import Config
-from olmo_jax.mesh.rules import STACKED, STAGED, Placed, axes_used, place
+from olmo_jax.mesh.rules import STACKED, STAGED, Placed, Spec, axes_used, place
 from olmo_jax.plan.parameters import ParameterShape, parameter_shapes
 
 
@@ -36,7 +34,7 @@ class Leaf(NamedTuple):
         parts = self.name.split(".")
         return ".".join(parts[: 2 if parts[0] in ("leading", "trailing") else 1])
 
-    def elements(self, spec: P) -> int:
+    def elements(self, spec: Spec) -> int:
         """Return how many of its elements one device holds when laid out as `spec`."""
         return self.shape.size // parts(axes_used(spec), self.sizes)
 

@@ -154,7 +154,7 @@ def prepared(
     program = build_here(config)
     if earlier is None:
         refuse_start(program)
-    table = device_table(program.mesh)
+    table = device_table(program.device_mesh)
     from_first(
         "run folder",
         lambda: str(run_folder.create(program.config, table, corpus.tokenizer_path)),
@@ -179,7 +179,7 @@ def held_out_batches(corpus: Corpus, program: Program) -> list[Batch]:
 
 def introduce(console: Console, program: Program) -> None:
     """Say on which devices, and in what pieces, the run goes."""
-    mesh, config = program.mesh, program.config
+    mesh, config = program.device_mesh, program.config
     device = mesh.devices.flat[0]
     sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     if device.platform == "cpu":

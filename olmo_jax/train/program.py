@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array
 
 from olmo_jax.config import Config, with_mesh
@@ -17,11 +16,11 @@ from olmo_jax.data.batch import Batch
 from olmo_jax.data.layout import lay_out
 from olmo_jax.mesh.axes import DENSE_DATA_AXES, resolve
 from olmo_jax.mesh.devices import build_mesh
-from olmo_jax.mesh.rules import BATCH, DEVICES, REPLICATED, ROWS, axes_of_entry
+from olmo_jax.mesh.rules import BATCH, DEVICES, REPLICATED, ROWS, Spec, axes_of_entry
 from olmo_jax.parallel.pipeline.restack import Places, to_layers, to_stages
 from olmo_jax.parallel.pipeline.transfers import AXIS
 from olmo_jax.plan.static_sizes import num_microbatches, padded_length
-from olmo_jax.train.state import Layout, State, first_state, rebuild, shardings
+from olmo_jax.train.state import Layout, State, first_state, partition, rebuild, shardings
 from olmo_jax.train.step import Metrics, evaluation_step, train_step
 
 BATCH_SPECS = Batch(BATCH, BATCH, ROWS, BATCH, BATCH, ROWS)
@@ -44,22 +43,31 @@ def _map_parameters(state: State, change: Callable[[Any], Any]) -> State:
 
 @cache
 def _jitted_restack(
-    way: Callable[..., Any], mesh: Mesh, places: Places, num_layers: int, staged: P, layers: P
+    way: Callable[..., Any], mesh: Mesh, places: Places, num_layers: int, staged: Spec, layers: Spec
 ) -> Any:
     """Return the jitted way of a body's leaf between a state and a checkpoint."""
     taken = [dim for dim, entry in enumerate(layers) if AXIS in axes_of_entry(entry)]
     dim = taken[0] if taken else None
-    specs = (staged, layers) if way is to_layers else (layers, staged)
+    specs = partition((staged, layers) if way is to_layers else (layers, staged))
     moved = partial(way, places=places, num_layers=num_layers, dim=dim)
     return jax.jit(jax.shard_map(moved, mesh=mesh, in_specs=specs[0], out_specs=specs[1]))
 
 
 @dataclass(frozen=True)
 class Program:
-    """The compiled functions of a config on a mesh. Each compiles when it is first needed."""
+    """The compiled functions of a config on a mesh. Each compiles when it is first needed.
+
+    On a mesh without devices they can only be traced.
+    """
 
     config: Config
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """Return the mesh, which has devices."""
+        assert isinstance(self.mesh, Mesh)
+        return self.mesh
 
     @cached_property
     def layout(self) -> Layout:
@@ -138,7 +146,7 @@ class Program:
                 name: jax.ShapeDtypeStruct(
                     layout.stored_shape(name),
                     leaf.dtype,
-                    sharding=NamedSharding(self.mesh, layout.stored_spec(name)),
+                    sharding=NamedSharding(self.mesh, partition(layout.stored_spec(name))),
                 )
                 for name, leaf in leaves.items()
             }
@@ -149,7 +157,7 @@ class Program:
     def _own_rows(self) -> list[int]:
         """Return the rows of a microbatch that this process's devices hold, ascending."""
         num_rows = self.config.train.microbatch * self.num_data_ranks
-        sharding = NamedSharding(self.mesh, ROWS)
+        sharding = NamedSharding(self.mesh, partition(ROWS))
         places = sharding.addressable_devices_indices_map((1, num_rows)).values()
         return sorted({i for place in places if place for i in range(num_rows)[place[1]]})
 
@@ -186,8 +194,8 @@ class Program:
         mapped = jax.shard_map(
             partial(train_step, self.layout),
             mesh=self.mesh,
-            in_specs=(self.specs, BATCH_SPECS, REPLICATED, DEVICES),
-            out_specs=(self.specs, REPLICATED),
+            in_specs=partition((self.specs, BATCH_SPECS, REPLICATED, DEVICES)),
+            out_specs=partition((self.specs, REPLICATED)),
         )
         return jax.jit(mapped, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
 
@@ -235,8 +243,10 @@ class Program:
         mapped = jax.shard_map(
             partial(evaluation_step, self.layout),
             mesh=self.mesh,
-            in_specs=(self.layout.resident(self.specs), self.specs.router_bias, BATCH_SPECS),
-            out_specs=REPLICATED,
+            in_specs=partition(
+                (self.layout.resident(self.specs), self.specs.router_bias, BATCH_SPECS)
+            ),
+            out_specs=partition(REPLICATED),
         )
         state, batch, *_ = self.abstract_arguments()
         resident = self.layout.resident(state)
@@ -248,7 +258,7 @@ class Program:
         return self._evaluation(self.layout.resident(state), state.router_bias, batch)
 
 
-def build(config: Config, mesh: Mesh) -> Program:
+def build(config: Config, mesh: Mesh | AbstractMesh) -> Program:
     """Return the program of a config on a mesh. Nothing compiles yet.
 
     Raises: UserError if a parameter cannot be laid out.

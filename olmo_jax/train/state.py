@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from olmo_jax.config.layers import Grid, body_grid
 from olmo_jax.config.records import Config
-from olmo_jax.mesh.rules import METHODS, REPLICATED, Placed, layers_spec
+from olmo_jax.mesh.rules import METHODS, REPLICATED, Placed, Spec, layers_spec
 from olmo_jax.model.transformer import initialise
 from olmo_jax.optim import adamw, skip
 from olmo_jax.optim.decay import decay_mask
@@ -108,7 +108,7 @@ class Layout:
             return shape
         return (self.body.num_layers, *shape[self.body.layer.ndim :])
 
-    def stored_spec(self, name: str) -> P:
+    def stored_spec(self, name: str) -> Spec:
         """Return how a parameter lies on the way to and from a checkpoint."""
         spec = self.placed[name].main
         if not self.is_staged(name):
@@ -137,10 +137,17 @@ def first_state(layout: Layout) -> State:
     )
 
 
-def shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
+def partition(specs: Any) -> Any:
+    """Return a tree of specs as jax's own."""
+    return jax.tree.map(lambda spec: P(*spec), specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, P)
+
+
+def shardings(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, specs: Any) -> Any:
     """Return a tree of specs as shardings on `mesh`."""
     return jax.tree.map(
-        lambda spec: jax.sharding.NamedSharding(mesh, spec),
-        specs,
-        is_leaf=lambda leaf: isinstance(leaf, P),
+        lambda spec: jax.sharding.NamedSharding(mesh, spec), partition(specs), is_leaf=_is_spec
     )

@@ -4,11 +4,11 @@ import itertools
 import math
 
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from olmo_jax.errors import UserError
 from olmo_jax.mesh import rules
 from olmo_jax.mesh.axes import AXES
+from olmo_jax.mesh.rules import Spec
 
 SIZES = [
     dict(zip(AXES, sizes, strict=True))
@@ -95,14 +95,14 @@ def test_what_moves_at_every_use_moves_with_fsdp_alone_and_once_a_step_with_ddp_
 def test_fsdp_divides_no_stack_of_layers():
     sizes = dict(zip(AXES, (1, 2, 2, 2, 1), strict=True))
     for shape, dims, wanted in [
-        ((4, 8, 5), ("layers", "d_model", "hidden"), P(None, ("fsdp", "expert"), None)),
-        ((4, 3), ("layers", "d_model"), P(None, None)),
-        ((4, 8, 6), ("layers", "experts", "hidden"), P(None, ("expert", "fsdp"), None)),
-        ((4, 2, 6), ("layers", "experts", "hidden"), P(None, "expert", "fsdp")),
+        ((4, 8, 5), ("layers", "d_model", "hidden"), Spec(None, ("fsdp", "expert"), None)),
+        ((4, 3), ("layers", "d_model"), Spec(None, None)),
+        ((4, 8, 6), ("layers", "experts", "hidden"), Spec(None, ("expert", "fsdp"), None)),
+        ((4, 2, 6), ("layers", "experts", "hidden"), Spec(None, "expert", "fsdp")),
     ]:
         placed = place(shape, dims, sizes, method="fsdp")
         assert placed.resident == placed.main == wanted
-    assert place((4, 3), ("layers", "d_model"), sizes).main == P(("data", "fsdp"), None)
+    assert place((4, 3), ("layers", "d_model"), sizes).main == Spec(("data", "fsdp"), None)
 
 
 EIGHT = SIZES[1]
@@ -112,15 +112,15 @@ EIGHT = SIZES[1]
     ("shape", "compute", "main"),
     [
         # All axes on the leading dim that takes them together.
-        ((32, 64), P(None, None), P(("data", "fsdp", "expert"), None)),
-        ((67, 32), P(None, None), P(None, ("data", "fsdp", "expert"))),
-        ((2, 32), P(None, None), P(None, ("data", "fsdp", "expert"))),
+        ((32, 64), Spec(None, None), Spec(("data", "fsdp", "expert"), None)),
+        ((67, 32), Spec(None, None), Spec(None, ("data", "fsdp", "expert"))),
+        ((2, 32), Spec(None, None), Spec(None, ("data", "fsdp", "expert"))),
         # No dim takes 8: each axis goes where it fits.
-        ((2, 6), P(None, None), P("data", "fsdp")),
-        ((4, 6), P(None, None), P(("data", "fsdp"), "expert")),
-        ((7,), P(None), P(None)),
+        ((2, 6), Spec(None, None), Spec("data", "fsdp")),
+        ((4, 6), Spec(None, None), Spec(("data", "fsdp"), "expert")),
+        ((7,), Spec(None), Spec(None)),
         # Experts are divided already: their replicas are data and fsdp.
-        ((2, 8, 20), P(None, "expert", None), P(None, ("expert", "data", "fsdp"), None)),
+        ((2, 8, 20), Spec(None, "expert", None), Spec(None, ("expert", "data", "fsdp"), None)),
     ],
 )
 def test_main_prefers_the_leading_dim_that_takes_all_replica_axes(shape, compute, main):
@@ -129,7 +129,7 @@ def test_main_prefers_the_leading_dim_that_takes_all_replica_axes(shape, compute
 
 def test_without_shard_optimizer_nothing_is_added():
     placed = place((32, 64), ("d_model", "hidden"), EIGHT, shard_optimizer=False)
-    assert placed.main == placed.resident == placed.compute == P(None, None)
+    assert placed.main == placed.resident == placed.compute == Spec(None, None)
 
 
 def test_an_axis_that_does_not_divide_its_dim_is_refused_with_the_sizes_that_do():

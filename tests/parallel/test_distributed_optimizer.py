@@ -9,18 +9,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from olmo_jax.mesh.axes import AXES
-from olmo_jax.mesh.rules import METHODS, Placed, axes_used, further_spec
+from olmo_jax.mesh.rules import METHODS, Placed, Spec, axes_used, further_spec
 from olmo_jax.parallel.distributed_optimizer import gather_to_resident, global_norm, reduce_to_main
 
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 2, "sequence": 1}
 LEAVES = {
-    "one_dim_takes_all": ((16, 3), P(None, None)),
-    "a_later_dim_takes_all": ((3, 16), P(None, None)),
-    "an_axis_each": ((2, 6, 10), P(None, None, None)),
-    "one_axis_is_left": ((4, 3), P(None, None)),
-    "none_divides": ((5, 3), P(None, None)),
-    "experts": ((8, 3), P("expert", None)),
-    "experts_with_a_replica_axis": ((2, 2, 3), P("expert", None, None)),
+    "one_dim_takes_all": ((16, 3), Spec(None, None)),
+    "a_later_dim_takes_all": ((3, 16), Spec(None, None)),
+    "an_axis_each": ((2, 6, 10), Spec(None, None, None)),
+    "one_axis_is_left": ((4, 3), Spec(None, None)),
+    "none_divides": ((5, 3), Spec(None, None)),
+    "experts": ((8, 3), Spec("expert", None)),
+    "experts_with_a_replica_axis": ((2, 2, 3), Spec("expert", None, None)),
 }
 
 
@@ -60,7 +60,7 @@ def test_a_leaf_is_summed_over_its_replicas_and_counted_once_in_the_norm(name, s
         reduced = reduce_to_main(own, specs)
         return reduced, global_norm({"leaf": reduced}, {"leaf": specs})
 
-    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(AXES), out_specs=(specs.main, P())))
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(AXES), out_specs=(P(*specs.main), P())))
     reduced, norm = run(whole)
     np.testing.assert_allclose(reduced, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(norm, np.linalg.norm(np.float64(reduced)), rtol=1e-6)
@@ -74,8 +74,8 @@ def test_gathered_weights_are_the_cast_of_the_main_weights(name, mesh):
         jax.shard_map(
             partial(gather_to_resident, placed=specs, dtype=jnp.dtype(jnp.bfloat16)),
             mesh=mesh,
-            in_specs=specs.main,
-            out_specs=specs.compute,
+            in_specs=P(*specs.main),
+            out_specs=P(*specs.compute),
         )
     )
     gathered = run(main)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from olmo_jax.mesh.axes import AXES
-from olmo_jax.mesh.rules import cuts
+from olmo_jax.mesh.rules import Spec, cuts
 from olmo_jax.ops.linear import linear
 from olmo_jax.parallel import fsdp, units
 from olmo_jax.parallel.ddp import attach
@@ -84,7 +84,7 @@ def test_a_cut_weight_is_read_whole_in_bf16_and_its_gradient_is_summed_over_the_
     # As many cotangents as ranks: each its own, of the part of the weight that it computes with.
     rows = 4 if compute[0] == "expert" else 8
     cotangents = draw.normal(size=(8, rows, 12)).astype(np.float32)
-    cut = cuts(compute, resident)
+    cut = cuts(Spec(*compute), Spec(*resident))
 
     def step(shard, cotangent):
         own = units.own({"w": shard})["w"]
