@@ -3,13 +3,15 @@
 Activations, buffers of transfers and the work space of kernels come on top.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from olmo_jax.config.layers import layer_plan
 from olmo_jax.config.records import Config
-from olmo_jax.mesh.rules import METHODS
-from olmo_jax.plan.placed import Leaf, leaves
+from olmo_jax.mesh.rules import METHODS, STAGED, axes_used, layers_spec
+from olmo_jax.plan.placed import Leaf, leaves, parts
 from olmo_jax.plan.static_sizes import ITEM_BYTES
 
 Sizes = Mapping[str, int]
@@ -71,6 +73,22 @@ def _summed_twice(config: Config, placed: list[Leaf], sizes: Sizes) -> int:
         return 0
     (table,) = (leaf for leaf in placed if leaf.name == "embedding.weight")
     return table.elements(table.placed.resident)
+
+
+def whole_when_saved(config: Config, sizes: Sizes) -> int:
+    """Return the bytes of FP32 weights and moments that lie on every pipeline rank during a save.
+
+    Those of the body whose layers a pipeline divides, where it divides no other dim.
+    """
+    bytes_there = 0
+    for leaf in leaves(config, sizes):
+        if "stages" not in leaf.shape.dims:
+            continue
+        shape = (len(layer_plan(config.model).body), *leaf.shape.shape[len(STAGED) :])
+        spec = layers_spec(shape, leaf.placed.main, sizes)
+        if "pipeline" not in axes_used(spec):
+            bytes_there += 12 * math.prod(shape) // parts(axes_used(spec), sizes)
+    return bytes_there
 
 
 def _others(config: Config) -> int:

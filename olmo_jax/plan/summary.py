@@ -10,6 +10,7 @@ from olmo_jax.config.messages import listing
 from olmo_jax.config.records import OptimConfig
 from olmo_jax.mesh.axes import DENSE_DATA_AXES, num_devices_wanted, resolve
 from olmo_jax.plan.flops import step_flops
+from olmo_jax.plan.memory import memory, whole_when_saved
 from olmo_jax.plan.parameters import active_parameters, parameter_shapes, total_parameters
 from olmo_jax.plan.passes import num_ticks
 from olmo_jax.plan.residuals import num_slots, peak_live, slot_bytes
@@ -94,6 +95,13 @@ def pipeline(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         f"{num_slots(config, sizes)} slots on each, {amount(slot_bytes(config, sizes))}B in all"
     )
     yield f"              {empty_places(config, ranks)}"
+    whole = whole_when_saved(config, sizes)
+    # Gains and biases alone are not worth a line.
+    if whole > memory(config, sizes).main // 10:
+        yield (
+            f"              {ranks} divides no width, so every rank holds {amount(whole)}B of the "
+            "body while it is saved or restored"
+        )
 
 
 def empty_places(config: Config, ranks: int) -> str:

@@ -15,6 +15,8 @@ from olmo_jax.config.records import (
     TrainConfig,
     WindowConfig,
 )
+from olmo_jax.mesh.axes import AXES
+from olmo_jax.plan.memory import whole_when_saved
 from olmo_jax.plan.parameters import parameter_shapes
 from olmo_jax.plan.residuals import slot_bytes
 from olmo_jax.plan.summary import amount, summary, warnings
@@ -104,3 +106,16 @@ def test_a_pipeline_is_described_by_its_bubble_its_slots_and_its_places(
 
 def test_a_mesh_without_a_pipeline_says_nothing_of_one():
     assert "pipeline" not in summary(Config(data=SOURCES))
+
+
+def test_a_number_of_ranks_that_divides_no_width_is_told_with_its_bytes():
+    model = ModelConfig(num_layers=7)
+    config = Config(model=model, data=SOURCES, train=TrainConfig(global_batch=12))
+    for ranks, is_told in ((2, False), (3, True)):
+        text = summary(config.model_copy(update={"mesh": MeshConfig(pipeline=ranks)}))
+        assert (f"{ranks} divides no width" in text) == is_told
+    # All six layers of the body: FP32 weights and two moments.
+    body = sum(
+        leaf.size for name, leaf in parameter_shapes(model).items() if name.startswith("body.")
+    )
+    assert whole_when_saved(config, {**dict.fromkeys(AXES, 1), "pipeline": 3}) == 12 * body
