@@ -50,14 +50,17 @@ def _fits(model: ModelConfig, start: int, stop: int, period: int) -> bool:
 
 
 def layer_plan(model: ModelConfig) -> LayerPlan:
-    """Split the layers into leading, body and trailing; the body is as long as it can be."""
+    """Split the layers into leading, body and trailing; the body is as long as it can be.
+
+    Of two such bodies the later one: a pipeline has no place for trailing layers.
+    """
     routed = model.num_routed_layers > 0
     first = model.num_dense_layers if routed else 0
     period = max(len(model.windows.pattern), 1)
     for length in range(model.num_layers - first, 0, -1):
         if length % period:
             continue
-        for start in range(first, model.num_layers - length + 1):
+        for start in range(model.num_layers - length, first - 1, -1):
             if _fits(model, start, start + length, period):
                 return _plan(model, start, start + length, period)
     return _plan(model, first, model.num_layers, model.num_layers - first)

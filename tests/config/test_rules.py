@@ -50,12 +50,13 @@ WRONG = [
     (
         "mesh.pipeline=2 model.windows.pattern=[8,-1] model.num_layers=6",
         "no place for layer 5 of model.num_layers=6: model.windows.pattern=[8, -1]",
-        "a stage holds whole repeats; use model.num_layers=5, 7, 9, 11, 13 or 15",
+        "a stage holds whole repeats; use model.windows.force_full_last=false, "
+        "or model.num_layers=5, 7, 9, 11, 13 or 15",
     ),
     (
         "mesh.pipeline=2 model.windows.pattern=[4,-1] model.num_dense_layers=0",
-        "no place for layer 2 of model.num_layers=4",
-        "use model.windows.force_full_last=false",
+        "2 stages, but the body has 2 layers (model.windows.pattern=[4, -1] repeats every 2",
+        "use mesh.pipeline=1 and parallel.pipeline_chunks=1, or model.num_layers=5, 7, 9",
     ),
     (
         "mesh.pipeline=2 parallel.pipeline_chunks=2 model.num_layers=4",

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from olmo_jax.config.layers import layer_plan
+from olmo_jax.config.records import WindowConfig
 from olmo_jax.interop.weights import combine, separate, tensor_shapes
 from tests.interop.small import small, values
 
@@ -33,8 +34,12 @@ def test_shapes_are_known_without_the_weights(model):
     assert tensor_shapes(model) == {name: tensor.shape for name, tensor in tensors.items()}
 
 
+FORCED_LAST = {"windows": WindowConfig(pattern=(4, -1))}
+"""The last layer sees all where the pattern has a window: it stands behind the body."""
+
+
 def test_layers_keep_their_order_through_leading_body_and_trailing():
-    model = small()
+    model = small(**FORCED_LAST)
     plan = layer_plan(model)
     assert (plan.leading, plan.body, plan.trailing) == ((0,), (1, 2, 3, 4), (5,))
     tensors = separate(model, values(model))
@@ -48,7 +53,7 @@ def test_layers_keep_their_order_through_leading_body_and_trailing():
 
 
 def test_up_comes_before_gate_and_matrices_are_transposed():
-    model = small()
+    model = small(**FORCED_LAST)
     leaves = values(model)
     tensors = separate(model, leaves)
     layer, row, expert = "model.layers.3", 2, 1
