@@ -7,12 +7,16 @@ import pytest
 
 from olmo_jax.config.records import WindowConfig
 from olmo_jax.config.rules import violations
+from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.parallel.pipeline import machine as machines
 from olmo_jax.parallel.pipeline import ticks
+from olmo_jax.program import jaxpr
 from olmo_jax.train.program import build
 from tests import cases
 from tests.parallel.pipeline.test_executor import poisoned
 from tests.parallel.test_agreement import AUXILIARY_X1000, BATCH, FSDP, ROUNDING, first_step
+from tests.train.test_precision import step_from
+from tests.train.test_step import smallest_margin
 
 matrix = pytest.mark.matrix
 
@@ -231,6 +235,35 @@ def test_what_else_a_pipeline_goes_with_gives_one_devices_step(name):
 
 
 @matrix
+def test_learned_routes_give_one_devices_gradients(monkeypatch):
+    router = {**AUXILIARY_X1000, "assignment": "learned"}
+    program = build_here(config_of({"pipeline": 2, "expert": 2}, 2, router=router))
+    params = cases.weights_of(program)
+    bias = {name: np.zeros(leaf.shape, "f4") for name, leaf in program.layout.shapes[1].items()}
+    assert smallest_margin(program.config, params | bias, BATCH, monkeypatch) > 1e-5
+    check(program)
+
+
+@matrix
+def test_bf16_gradients_are_those_without_a_pipeline():
+    """Both are as far from FP32, 0.096 at worst: sums of bf16 roundings, in the same order."""
+    batch, found = cases.unkind_batch(0, rows=32), []
+    for mesh, chunks in (({"data": 1}, 1), ({"pipeline": 2, "expert": 2}, 2)):
+        settings = {"global_batch": 32, "model": {"dtype": "bfloat16"}}
+        program = build_here(config_of(mesh, chunks, **settings))
+        found.append(step_from(program, cases.weights_of(program), batch))
+    alone, staged = found
+    cases.assert_close(staged, alone, 1e-3)
+
+
+def test_a_step_branches_nowhere_and_adds_no_float_to_a_place_twice(with_experts):
+    program, _ = with_experts
+    step = jaxpr.live(program.jitted.trace(*program.abstract_arguments()).jaxpr)
+    assert jaxpr.conditionals(step) == jaxpr.unbounded_loops(step) == []
+    assert jaxpr.scatter_adds(step) == jaxpr.callbacks(step) == []
+
+
+@matrix
 def test_a_balance_loss_of_a_microbatch_is_one_devices():
     router = {"balance_scope": "microbatch", "balance_weight": 5.0}
     config = config_of({"pipeline": 2, "data": 2}, microbatch=2, router=router)
@@ -239,8 +272,6 @@ def test_a_balance_loss_of_a_microbatch_is_one_devices():
 
 def build_here(config):
     """Return a program that no other test asks for: it is given up after its test."""
-    from olmo_jax.mesh.devices import build_mesh
-
     return build(config, build_mesh(dict(config.mesh)))
 
 
