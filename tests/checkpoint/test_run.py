@@ -54,7 +54,6 @@ LAYOUTS = {
 }
 PAIRS = [
     ("d2e4", "f4-fsdp"),
-    ("p2c2e2", "p4d2"),
     *(
         pytest.param(source, target, marks=matrix)
         for source, target in [
@@ -73,6 +72,7 @@ PAIRS = [
             ("d8", "d2f2e2-fsdp"),
             ("d2f2e2-fsdp", "d2e4"),
             ("f4-fsdp", "f4e2-fsdp"),
+            ("p2c2e2", "p4d2"),
             ("1", "p4d2"),
             ("p4d2", "f8-fsdp"),
             ("d2e4", "p2c2f2e2-fsdp"),

@@ -41,9 +41,12 @@ ULYSSES = case({"expert": 2, "sequence": 4}, FOLDED, microbatch=2, model=WINDOWS
 A_RING = case({"fsdp": 2, "expert": 2, "sequence": 2}, RING | FSDP, microbatch=2, model=WINDOWS)
 """Every leaf sharded over all ranks; the experts over 2."""
 
-QUICK = {"ulysses4_expert2_folded": ULYSSES, "ring2_fsdp2_expert2": A_RING}
+QUICK = "ulysses4_expert2_folded"
+BOTH = [QUICK, pytest.param("ring2_fsdp2_expert2", marks=pytest.mark.matrix)]
 
-CASES = QUICK | {
+CASES = {
+    QUICK: ULYSSES,
+    "ring2_fsdp2_expert2": A_RING,
     "ulysses2": case({"sequence": 2}, microbatch=4),
     "ulysses4_data2": case({"data": 2, "sequence": 4}, microbatch=2, model=EXTRAS),
     "ulysses2_expert2_folded_hsdp": case(
@@ -100,7 +103,7 @@ def one_device(program, batch=BATCH):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.matrix) for name in CASES],
+    [pytest.param(name, marks=[] if name == QUICK else pytest.mark.matrix) for name in CASES],
 )
 def test_gradients_and_metrics_of_a_step_are_one_devices(name, program_of, steps):
     config = CASES[name]
@@ -121,10 +124,7 @@ def test_gradients_and_metrics_of_a_step_are_one_devices(name, program_of, steps
     assert metrics["drop_rate"] == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["ulysses4_expert2_folded", pytest.param("ring2_fsdp2_expert2", marks=pytest.mark.matrix)],
-)
+@pytest.mark.parametrize("name", BOTH)
 def test_three_steps_are_those_of_a_plain_loop(name, program_of):
     program = program_of(CASES[name])
     batches = [cases.unkind_batch(seed) for seed in range(3)]
@@ -153,14 +153,14 @@ def test_learned_routes_give_one_devices_gradients(parallel, program_of, monkeyp
     cases.assert_close(gradients, expected, ROUNDING)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", BOTH)
 def test_the_gradient_norm_is_one_number_that_counts_each_element_once(name, program_of, steps):
     state, metrics, gradients = steps(CASES[name])
     np.testing.assert_allclose(metrics["grad_norm"], cases.norm_of(gradients), rtol=1e-6)
     assert_replicas_agree(state)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", BOTH)
 def test_values_of_padding_change_nothing(name, program_of, steps):
     """Neither those of a row's end nor those that fill it up to equal pieces."""
     state, metrics, _ = steps(CASES[name])
@@ -172,8 +172,7 @@ def test_values_of_padding_change_nothing(name, program_of, steps):
 @pytest.mark.parametrize(
     "name",
     [
-        "ring2_fsdp2_expert2",
-        pytest.param("ulysses4_expert2_folded", marks=pytest.mark.matrix),
+        *BOTH,
         pytest.param("pipeline2_ulysses2_expert2_folded", marks=pytest.mark.matrix),
     ],
 )
@@ -188,8 +187,7 @@ def test_an_evaluation_is_the_training_loss_without_drops(name, program_of):
     assert parts["counted"] == ((BATCH.labels != IGNORED) & BATCH.real).sum()
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", BOTH)
 def test_a_step_branches_nowhere_and_adds_no_float_to_a_place_twice(name, program_of):
     program = program_of(CASES[name])
     step = jaxpr.live(program.jitted.trace(*program.abstract_arguments()).jaxpr)

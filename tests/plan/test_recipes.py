@@ -80,7 +80,7 @@ def test_the_benchmarks_pool_grows_and_what_a_token_meets_does_not(experts, tota
     assert round(total_parameters(model) / 1e9, 1) == pytest.approx(total, abs=0.051)
 
 
-QUICK = ("bench_8layer", "ultra_256e")
+QUICK = ("tiny_64e",)
 
 
 @pytest.mark.parametrize(
