@@ -132,6 +132,7 @@ def test_a_checkpoint_has_the_layers_in_order(mesh, program_of):
         np.testing.assert_array_equal(found[name], ours[name], err_msg=name)
 
 
+@matrix
 def test_the_first_weights_do_not_depend_on_stages(program_of):
     config = config_of({"pipeline": 2, "data": 2, "expert": 2}, 2, router=AUXILIARY_X1000)
     staged, plain = program_of(config), program_of(config_of({}))
