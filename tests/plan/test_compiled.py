@@ -45,6 +45,8 @@ def config_of(mesh, parallel=None, train=None):
 
 
 STAGES = {"pipeline": 2, "data": 2, "expert": 2}
+HALF_ROWS = {"data": 2, "expert": 2, "sequence": 2}
+LONG = {"sequence_length": 1024, "global_batch": 16}
 CONFIGS = {
     "ddp": config_of({"data": 8}),
     "ddp, whole state": config_of({"data": 8}, {"shard_optimizer": False}),
@@ -57,6 +59,8 @@ CONFIGS = {
     "hsdp and experts": config_of({"data": 2, "fsdp": 2, "expert": 2}, FSDP),
     "pipeline": config_of(STAGES, {"pipeline_chunks": 2}),
     "pipeline, blocks recomputed": config_of(STAGES, train=BLOCK),
+    "ulysses": config_of(HALF_ROWS, train=LONG),
+    "ring, folded": config_of(HALF_ROWS, {"context": "ring", "fold_sequence": True}, LONG),
 }
 
 
