@@ -1,5 +1,6 @@
 """The step on a mesh against one device without collectives: gradients, losses, metrics, counts."""
 
+import math
 from functools import cache
 
 import jax
@@ -112,11 +113,17 @@ def test_the_oracle_is_the_public_objective(program_of):
     np.testing.assert_allclose(parts, public, rtol=ROUNDING)
 
 
+def on_meshes(meshes, first, *others):
+    """Pair every mesh with `first`, and those of four devices with each of the `others` too."""
+    pairs = [(mesh, first) for mesh in meshes]
+    pairs += [(m, other) for m in meshes if math.prod(m.values()) == 4 for other in others]
+    names = ["_".join(f"{axis}{size}" for axis, size in mesh.items()) for mesh, _ in pairs]
+    ids = [f"{name}-{value}" for name, (_, value) in zip(names, pairs, strict=True)]
+    return [pytest.param(*pair, id=name) for pair, name in zip(pairs, ids, strict=True)]
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("shard_optimizer", [True, False], ids=["distributed", "replicated"])
-@pytest.mark.parametrize(
-    "mesh", MESHES, ids=lambda mesh: "_".join(f"{axis}{size}" for axis, size in mesh.items())
-)
+@pytest.mark.parametrize(("mesh", "shard_optimizer"), on_meshes(MESHES, True, False))
 def test_gradients_and_metrics_agree_on_every_mesh(mesh, shard_optimizer, program_of):
     program = program_of(cases.tiny(mesh, shard_optimizer=shard_optimizer))
     check_first_step(program, first_step(program))
@@ -126,11 +133,8 @@ SHARDED_MESHES = [mesh for mesh in MESHES if "fsdp" in mesh or "expert" in mesh]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("reshard", ["full", "after_backward", "step"])
 @pytest.mark.parametrize(
-    "mesh",
-    SHARDED_MESHES,
-    ids=lambda mesh: "_".join(f"{axis}{size}" for axis, size in mesh.items()),
+    ("mesh", "reshard"), on_meshes(SHARDED_MESHES, "full", "after_backward", "step")
 )
 def test_gradients_and_metrics_of_fsdp_agree_on_every_mesh(mesh, reshard, program_of):
     program = program_of(cases.tiny(mesh, parallel=FSDP | {"reshard": reshard}))
