@@ -25,7 +25,7 @@ def sizes_for(config: Config, num_devices: int) -> dict[str, int]:
     if (used := math.prod(sizes.values())) != num_devices:
         raise UserError(
             f"--devices {num_devices} is not the {used} devices of the mesh; use --devices {used}, "
-            "mesh.data=-1 for what the other axes leave, or --search for all meshes"
+            "mesh.data=-1 for what the other axes leave, or `olmo-jax plan --search` for all meshes"
         )
     return sizes
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -16,8 +15,9 @@ from jax.sharding import Mesh
 
 from olmo_jax.config import Config, with_mesh
 from olmo_jax.errors import UserError
-from olmo_jax.mesh.axes import AXES, resolve
+from olmo_jax.mesh.axes import AXES
 from olmo_jax.ops.target import Target, tracing_for
+from olmo_jax.plan.command import sizes_for
 from olmo_jax.program import hlo
 from olmo_jax.program.gpu_schedule import Transfer, backends, host_waits, transfers
 from olmo_jax.program.gpu_targets import TARGETS, description
@@ -100,12 +100,7 @@ def compile_for(
     require_compiler()
     # tokamax says at length that it has measured no tile sizes for this GPU.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    sizes = resolve(config.mesh, num_devices)
-    if (wanted := math.prod(sizes.values())) != num_devices:
-        raise UserError(
-            f"--devices {num_devices} is not the {wanted} devices of the mesh; use --devices "
-            f"{wanted}, or mesh.data=-1 for what the other axes leave"
-        )
+    sizes = sizes_for(config, num_devices)
     config, devices = with_mesh(config, sizes), topology(target, num_devices, devices_per_node)
     mesh = Mesh(np.array(devices).reshape([sizes[axis] for axis in AXES]), AXES)
     program = build(config, mesh)

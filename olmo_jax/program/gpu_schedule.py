@@ -18,7 +18,7 @@ LIBRARIES = {
     "cublas": "cuBLAS product",
     "mosaic_gpu": "Mosaic kernel (grouped product)",
     "triton": "Triton kernel",
-    "cub": "CUB sort",
+    "cub$": "CUB sort",
 }
 """Part of a custom call's target, in small letters, to what it is."""
 

@@ -87,8 +87,34 @@ def test_products_are_told_from_other_kernels(h200_step):
     assert len(products) < len({each.name for each in fusions})
 
 
+CALLS = """HloModule calls
+
+%inner (a: f32[2,2]) -> f32[2,2] {
+  %a = f32[2,2] parameter(0)
+  ROOT %d = f32[2,2] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[2,2]) -> f32[2,2] {
+  %x = f32[2,2] parameter(0)
+  %one = f32[2,2] custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"
+  %two = f32[2,2] custom-call(%one), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %three = f32[2,2] custom-call(%two), custom_call_target="__cublas$gemm"
+  %four = f32[2,2] custom-call(%three), custom_call_target="mosaic_gpu_v2"
+  %five = f32[2,2] custom-call(%four), custom_call_target="Sharding"
+  ROOT %g = f32[2,2] fusion(%five), calls=%inner, backend_config={"kind":"__triton_gemm"}
+}
+"""
+
+
 def test_backends_are_named(h200_step):
-    assert set(backends(h200_step)) <= {"Triton product", "cuBLAS product", "Triton kernel"}
+    assert backends(hlo.parse(CALLS)) == {
+        "cuDNN attention": 2,
+        "cuBLAS product": 1,
+        "Mosaic kernel (grouped product)": 1,
+        "Triton product": 1,
+    }
+    # A program of Triton's own fusions and XLA's alone calls no library.
+    assert backends(h200_step) == {}
 
 
 WAITS = """HloModule waits
