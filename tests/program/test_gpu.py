@@ -1,6 +1,5 @@
 """Programs compiled for GPUs that are not here: targets, schedules, and the compiler itself."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -173,19 +172,40 @@ def test_without_the_extra_the_command_says_what_to_install():
         gpu.require_compiler()
 
 
+def compiled(*arguments):
+    """Return what the command says; a process of its own, since jax must not look for a driver."""
+    command = [sys.executable, "-m", "olmo_jax.cli", "compile", "configs/quickstart.yaml"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [*command, *arguments, "--json"], cwd=root, check=True, capture_output=True, text=True
+    )
+    return json.loads(done.stdout)
+
+
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs the extra gpu-compile (Python >= 3.12)")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_quickstarts_step_compiles_for_gpus_that_are_not_here(target):
-    """In a process of its own: jax must not have looked for a driver before."""
-    assert importlib.util.find_spec("tokamax")
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "olmo_jax.cli", "compile", "configs/quickstart.yaml"]
-    command += ["model.num_layers=3", "--target", target, "--json"]
-    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout)
+    found = compiled("model.num_layers=3", "--target", target)
     assert found["host_waits"] == []
     assert ("Mosaic kernel (grouped product)" in found["backends"]) == (target != "b200")
     assert "cuDNN attention" in found["backends"]
     planned = found["planned_memory_bytes"]
     assert found["memory_bytes"]["state"] == pytest.approx(planned["state"], rel=0.01)
     assert found["sent_bytes"] == pytest.approx(found["planned_sent_bytes"], rel=0.01)
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs the extra gpu-compile (Python >= 3.12)")
+def test_in_every_steady_tick_both_transfers_have_products_beside_them():
+    """Those of the warm-up, without a backward, and of the cool-down are exposed."""
+    stages = ("model.num_layers=5", "mesh.pipeline=2", "mesh.data=1", "parallel.pipeline_chunks=2")
+    found = compiled(*stages, "--target", "h200")
+    assert found["host_waits"] == []
+    permutes = [each for each in found["collectives"] if each["kind"] == "permute"]
+    assert all(each["asynchronous"] for each in permutes)
+    ends, steady = (
+        [each for each in permutes if (each["places"] == 1) == is_end] for is_end in (True, False)
+    )
+    assert len(ends) == len(steady) == 2
+    # Warm-up and cool-down have P V - 1 ticks; a period has a loss, or a turn, or neither.
+    assert [each["times"] for each in ends] == [3, 3]
+    assert all(min(each["products_beside"]) > 0 for each in steady)
