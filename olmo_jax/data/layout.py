@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from olmo_jax.config.rules import PIECES
+from olmo_jax.config.mesh_rules import PIECES
 from olmo_jax.data.batch import IGNORED, Batch
 from olmo_jax.plan.static_sizes import Context, held_pieces, padded_length
 

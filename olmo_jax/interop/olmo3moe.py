@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from olmo_jax.config import rules
+from olmo_jax.config import model_rules
 from olmo_jax.config.messages import show, together
 from olmo_jax.config.records import (
     Config,
@@ -253,11 +253,11 @@ def _model(fields: Fields) -> ModelConfig:
 
 
 _MODEL_RULES = (
-    rules.dense_layers,
-    rules.routed_layers,
-    rules.heads_divide,
-    rules.rotated_dims,
-    rules.rope_scaling,
+    model_rules.dense_layers,
+    model_rules.routed_layers,
+    model_rules.heads_divide,
+    model_rules.rotated_dims,
+    model_rules.rope_scaling,
 )
 
 

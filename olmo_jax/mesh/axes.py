@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from olmo_jax.config.mesh_rules import BATCH_AXES, one_open_axis
 from olmo_jax.config.messages import divisors, listing
 from olmo_jax.config.records import MeshConfig
-from olmo_jax.config.rules import BATCH_AXES, one_open_axis
 from olmo_jax.errors import UserError
 
 AXES = ("pipeline", "data", "fsdp", "expert", "sequence")

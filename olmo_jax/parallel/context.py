@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Int32
 
-from olmo_jax.config.rules import PIECES
+from olmo_jax.config.mesh_rules import PIECES
 from olmo_jax.ops import blockwise as blocks
 from olmo_jax.ops.varying import like
 from olmo_jax.plan.static_sizes import (

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from olmo_jax.config.layers import is_routed, window_of
+from olmo_jax.config.mesh_rules import PIECES
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
-from olmo_jax.config.rules import PIECES
 from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES, expert_model_axes
 from olmo_jax.mesh.rules import METHODS, Cuts, axes_used, cuts, replica_axes
 from olmo_jax.plan.passes import Passes, microbatch_tokens, passes, row_positions

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from olmo_jax.config.layers import is_routed, window_of
+from olmo_jax.config.mesh_rules import PIECES
 from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.config.residuals import recomputed
-from olmo_jax.config.rules import PIECES
 from olmo_jax.mesh.axes import num_expert_ranks
 from olmo_jax.plan.passes import microbatch_tokens, passes, row_positions
 from olmo_jax.plan.static_sizes import (

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from olmo_jax.config.layers import body_grid, is_routed
+from olmo_jax.config.mesh_rules import PIECES
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
-from olmo_jax.config.rules import PIECES
 from olmo_jax.mesh.axes import num_expert_ranks
 from olmo_jax.plan.passes import microbatch_tokens, passes, row_positions
 from olmo_jax.plan.static_sizes import (

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from olmo_jax.config.mesh_rules import PIECES
 from olmo_jax.config.records import TrainConfig
-from olmo_jax.config.rules import PIECES
 from olmo_jax.mesh.axes import DENSE_DATA_AXES
 
 # The fastest of 128, 256 and 512 by tools/bench_attention.py, at 2,048 positions on a CPU.

@@ -6,6 +6,7 @@ import pytest
 
 from olmo_jax.config import load, validate, with_mesh
 from olmo_jax.config.load import typed
+from olmo_jax.config.model_rules import partial_that_rotates, rotated_dims
 from olmo_jax.config.records import (
     Config,
     DataConfig,
@@ -15,7 +16,7 @@ from olmo_jax.config.records import (
     SourceConfig,
     TrainConfig,
 )
-from olmo_jax.config.rules import RULES, partial_that_rotates, rotated_dims, violations
+from olmo_jax.config.rules import RULES, violations
 from olmo_jax.errors import UserError
 
 SOURCES = "data.sources=[{path: tokens}]"
