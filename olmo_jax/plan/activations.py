@@ -12,10 +12,9 @@ from olmo_jax.config.layers import is_routed, layer_plan
 from olmo_jax.config.records import Config
 from olmo_jax.config.residuals import kept
 from olmo_jax.mesh.axes import num_expert_ranks
-from olmo_jax.parallel.pipeline import SCHEDULES, Schedule
 from olmo_jax.parallel.pipeline.segments import segments
 from olmo_jax.plan.parameters import block_shapes
-from olmo_jax.plan.passes import microbatch_tokens, passes
+from olmo_jax.plan.passes import microbatch_tokens, passes, schedule_of
 from olmo_jax.plan.placed import leaves
 from olmo_jax.plan.residuals import (
     Residual,
@@ -24,7 +23,7 @@ from olmo_jax.plan.residuals import (
     slot_bytes,
     stage_residuals,
 )
-from olmo_jax.plan.static_sizes import ITEM_BYTES, block_size, num_microbatches, pieces
+from olmo_jax.plan.static_sizes import ITEM_BYTES, block_size, pieces
 
 Sizes = Mapping[str, int]
 
@@ -73,16 +72,6 @@ def kept_bytes(config: Config, sizes: Sizes, layers: Iterable[int]) -> int:
 def total_bytes(residuals: Iterable[Residual]) -> int:
     """Return the bytes of all of them."""
     return sum(each.num_bytes for each in residuals)
-
-
-def schedule_of(config: Config, sizes: Sizes) -> Schedule:
-    """Return the schedule of a step's microbatches.
-
-    Raises: UserError if they do not fit it.
-    """
-    make = SCHEDULES[config.parallel.pipeline_schedule]
-    microbatches = num_microbatches(config.train, sizes)
-    return make(sizes["pipeline"], config.parallel.pipeline_chunks, microbatches)
 
 
 class Workspace(NamedTuple):

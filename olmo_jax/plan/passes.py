@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from olmo_jax.config.layers import LayerPlan, body_grid, layer_plan
 from olmo_jax.config.records import Config
+from olmo_jax.parallel.pipeline import SCHEDULES, Schedule, forward_only
 from olmo_jax.plan.static_sizes import num_microbatches, padded_length
 
 
@@ -40,6 +41,16 @@ def num_ticks(ranks: int, chunks: int, microbatches: int) -> int:
     In each a rank runs one chunk forward, idle or not.
     """
     return chunks * microbatches + ranks - 1
+
+
+def schedule_of(config: Config, sizes: Mapping[str, int], *, training: bool = True) -> Schedule:
+    """Return the order in which a pipeline runs a step's microbatches, or an evaluation's.
+
+    Raises: UserError if they do not fit it.
+    """
+    make = SCHEDULES[config.parallel.pipeline_schedule] if training else forward_only
+    microbatches = num_microbatches(config.train, sizes)
+    return make(sizes["pipeline"], config.parallel.pipeline_chunks, microbatches)
 
 
 def passes(config: Config, sizes: Mapping[str, int]) -> Passes:

@@ -10,12 +10,11 @@ from typing import NamedTuple
 from olmo_jax.config.layers import body_grid, is_routed
 from olmo_jax.config.records import Config
 from olmo_jax.parallel.pipeline import bubble
-from olmo_jax.plan.activations import schedule_of
 from olmo_jax.plan.communication import Traffic
 from olmo_jax.plan.flops import flops_per_token, step_flops
 from olmo_jax.plan.hardware import Hardware, bytes_per_s
 from olmo_jax.plan.memory import Memory
-from olmo_jax.plan.passes import passes
+from olmo_jax.plan.passes import passes, schedule_of
 from olmo_jax.plan.residuals import block_results
 
 Sizes = Mapping[str, int]

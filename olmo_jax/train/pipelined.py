@@ -23,9 +23,9 @@ from olmo_jax.model.placement import Placement
 from olmo_jax.model.transformer import Params, Take, Walk, enter, stack_sums, unit, walk
 from olmo_jax.ops.varying import vary_over
 from olmo_jax.parallel import units
-from olmo_jax.parallel.pipeline import SCHEDULES, Schedule, forward_only
 from olmo_jax.parallel.pipeline.executor import Parts, pick, run
 from olmo_jax.parallel.pipeline.transfers import AXIS
+from olmo_jax.plan.passes import schedule_of
 from olmo_jax.train.accumulate import MICROBATCHES, Resident
 from olmo_jax.train.state import Layout
 
@@ -112,10 +112,10 @@ class _Model:
 
     def run(self, batch: Batch) -> tuple[Parts | None, Sums]:
         """Run a step's or an evaluation's microbatches through the pipeline."""
-        labels = labels_that_count(batch)
+        labels, layout = labels_that_count(batch), self.resident.layout
         with jax.named_scope(MICROBATCHES):
             gradients, sums = run(
-                self._schedule(len(labels)),
+                schedule_of(self._config, layout.sizes, training=self.training),
                 Parts(self.first, self.body, self.last),
                 sinks=self._sinks() if self.training else None,
                 data=batch,
@@ -124,11 +124,6 @@ class _Model:
             )
         router = stack_sums(sums.first, self._of_all_ranks(sums.body))
         return gradients, Sums(sums.last[0], sums.last[1], router)
-
-    def _schedule(self, num_microbatches: int) -> Schedule:
-        grid, name = _grid(self.resident.layout), self._config.parallel.pipeline_schedule
-        make = SCHEDULES[name] if self.training else forward_only
-        return make(grid.layer.shape[1], grid.layer.shape[0], num_microbatches)
 
     def _sinks(self) -> Parts:
         """Return the places of all gradients, by part of the model."""
