@@ -21,6 +21,7 @@ from tests.parallel.test_agreement import (
     BATCH,
     ROUNDING,
     assert_replicas_agree,
+    check_steps,
     first_step,
 )
 from tests.train.test_precision import check_against_fp32
@@ -126,18 +127,7 @@ def test_gradients_and_metrics_of_a_step_are_one_devices(name, program_of, steps
 
 @pytest.mark.parametrize("name", BOTH)
 def test_three_steps_are_those_of_a_plain_loop(name, program_of):
-    program = program_of(CASES[name])
-    batches = [cases.unkind_batch(seed) for seed in range(3)]
-    rates = [1e-3, 2e-3, 3e-3]
-    main = cases.weights_of(program)
-    lines, weights = cases.train_on_one_device(program.config, main, batches, rates)
-    state = cases.state_of(program, main)
-    for batch, rate, line in zip(batches, rates, lines, strict=True):
-        state, metrics = program.step(state, program.place(batch), rate)
-        for metric, value in line.items():
-            np.testing.assert_allclose(metrics[metric], value, rtol=ROUNDING, err_msg=metric)
-    cases.assert_close(cases.host(state.main), weights, ROUNDING)
-    assert_replicas_agree(state)
+    check_steps(program_of(CASES[name]), [1e-3, 2e-3, 3e-3])
 
 
 @pytest.mark.matrix
