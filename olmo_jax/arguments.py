@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from olmo_jax.config.changes import ALLOWABLE
+from olmo_jax.rules.resume_policy import ALLOWABLE
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,9 +22,9 @@ def run() -> None:
         code = code or discard_output()
     sys.stderr.flush()
     if code:
-        from olmo_jax.launch.processes import leave
+        from olmo_jax.runtime.processes import exit_process
 
-        leave(code)
+        exit_process(code)
     sys.exit(0)
 
 
@@ -66,42 +66,44 @@ def text_of(error: OSError) -> str:
 
 
 def check(given: argparse.Namespace) -> None:
-    from olmo_jax.config import load
+    from olmo_jax.config_file import load
     from olmo_jax.plan.summary import summary
 
     print(f"{given.config} is {summary(load(given.config, given.overrides))}")
 
 
 def plan(given: argparse.Namespace) -> None:
-    from olmo_jax.config import load
+    from olmo_jax.config_file import load
     from olmo_jax.plan import command
 
-    print(
-        command.plan(
-            load(given.config, given.overrides),
-            hardware=given.hardware,
-            num_devices=given.devices,
-            search=given.search,
-            as_json=given.json,
-            picture=given.picture,
-            title=str(given.config),
-        )
-    )
+    command.check_picture(given.picture, search=given.search)
+    config = load(given.config, given.overrides)
+    if given.search:
+        print(command.searched(config, given.hardware, given.devices, as_json=given.json))
+        return
+    made = command.planned(config, given.hardware, given.devices)
+    if given.picture is not None:
+        # Takes longer to import than all the rest.
+        from olmo_jax.plan.picture import draw
+
+        title = f"{given.config} on {made.num_devices} x {made.hardware.name}"
+        draw(made, title).savefig(given.picture, dpi=80)
+    print(command.rendered(made, as_json=given.json))
 
 
 def compile_step(given: argparse.Namespace) -> None:
     import json
 
-    from olmo_jax.config import load
-    from olmo_jax.launch.environment import prepare_compiler
+    from olmo_jax.config_file import load
     from olmo_jax.mesh.axes import num_devices_wanted
+    from olmo_jax.runtime.environment import prepare_compiler
 
     config = load(given.config, given.overrides)
     prepare_compiler()
-    from olmo_jax.program import gpu, gpu_report
+    from olmo_jax.inspect import gpu_compile, gpu_report
 
     num_devices = given.devices or num_devices_wanted(config.mesh)
-    compiled = gpu.compile_for(config, given.target, num_devices, given.devices_per_node)
+    compiled = gpu_compile.compile_for(config, given.target, num_devices, given.devices_per_node)
     if given.hlo is not None:
         given.hlo.write_text(compiled.text, encoding="utf-8")
     numbers = gpu_report.as_json(compiled) if given.json else None
@@ -109,15 +111,15 @@ def compile_step(given: argparse.Namespace) -> None:
 
 
 def train(given: argparse.Namespace) -> int:
-    from olmo_jax.launch import stop
+    from olmo_jax.runtime import stop_signal
 
     # Before the imports that take long.
-    stop.end_on_sigterm()
-    from olmo_jax.config import load
-    from olmo_jax.launch import environment
-    from olmo_jax.launch.processes import die_with_launcher, discover
+    stop_signal.end_on_sigterm()
+    from olmo_jax.config_file import load
     from olmo_jax.mesh.axes import num_devices_wanted
     from olmo_jax.plan.summary import warnings
+    from olmo_jax.runtime import environment
+    from olmo_jax.runtime.processes import die_with_launcher, discover
 
     die_with_launcher()
     config = load(given.config, given.overrides)
@@ -129,18 +131,18 @@ def train(given: argparse.Namespace) -> int:
             num_devices_wanted(config.mesh), processes, deterministic=config.train.deterministic
         )
     )
-    from olmo_jax.launch.connection import connect
+    from olmo_jax.runtime.connection import connect
 
     connect(processes)
-    from olmo_jax.train import loop
+    from olmo_jax.train import training_run
 
-    loop.train(config, given.allow_change)
-    return stop.exit_code()
+    training_run.train(config, given.allow_change)
+    return stop_signal.exit_code()
 
 
 def evaluate(given: argparse.Namespace) -> None:
-    from olmo_jax.launch import environment
     from olmo_jax.mesh.axes import num_devices_wanted
+    from olmo_jax.runtime import environment
     from olmo_jax.train import run_folder
 
     config = run_folder.load_config(given.run, given.overrides)
@@ -148,11 +150,11 @@ def evaluate(given: argparse.Namespace) -> None:
     from olmo_jax.train.evaluate import evaluate as evaluate_run
 
     found = evaluate_run(given.run, config)
-    print(f"loss {found.loss:.4f}  perplexity {found.perplexity:.2f}  tokens {found.counted:,}")
+    print(f"loss {found.loss:.4f}  perplexity {found.perplexity:.2f}  tokens {found.loss_tokens:,}")
 
 
 def sample(given: argparse.Namespace) -> None:
-    from olmo_jax.launch import environment
+    from olmo_jax.runtime import environment
 
     warn(environment.prepare(1))
     from olmo_jax.train.sample import sample as sample_run
@@ -190,7 +192,7 @@ def tokenize(given: argparse.Namespace) -> None:
 
 
 def show(given: argparse.Namespace) -> None:
-    from olmo_jax.config import load
+    from olmo_jax.config_file import load
     from olmo_jax.data.corpus import corpus_of
     from olmo_jax.data.show import show as show_batch
 
@@ -222,7 +224,7 @@ def export_weights(given: argparse.Namespace) -> None:
 
 
 def _inspection() -> ModuleType:
-    from olmo_jax.launch import environment
+    from olmo_jax.runtime import environment
 
     warn(environment.prepare(1))
     from olmo_jax.checkpoint import inspection
@@ -231,7 +233,7 @@ def _inspection() -> ModuleType:
 
 
 def launch_local(given: argparse.Namespace) -> int:
-    from olmo_jax.config import load
+    from olmo_jax.config_file import load
     from olmo_jax.launch.local import launch
 
     line = given.line[1:] if given.line[:1] == ["--"] else given.line
@@ -253,7 +255,7 @@ def launch_local(given: argparse.Namespace) -> int:
 
 
 def launch_slurm(given: argparse.Namespace) -> None:
-    from olmo_jax.config import load
+    from olmo_jax.config_file import load
     from olmo_jax.launch import slurm
 
     config = load(given.config, given.overrides)
@@ -281,7 +283,7 @@ def launch_slurm(given: argparse.Namespace) -> None:
 
 
 def launch_kubernetes(given: argparse.Namespace) -> None:
-    from olmo_jax.config import load
+    from olmo_jax.config_file import load
     from olmo_jax.launch import kubernetes
 
     config = load(given.config, given.overrides)

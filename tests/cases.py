@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from olmo_jax.config.layers import EMPTY, Grid, body_grid
+from olmo_jax.arch.layers import PADDING_LAYER, StageLayout, body_stages
+from olmo_jax.arch.parameters import parameters
 from olmo_jax.config.records import (
     Config,
     MeshConfig,
@@ -23,13 +24,13 @@ from olmo_jax.config.records import (
     TrainConfig,
 )
 from olmo_jax.data.batch import Batch
+from olmo_jax.mesh.layout import Layout
+from olmo_jax.model.execution import one_device
 from olmo_jax.model.objective import Divisors, Parts, batch_sums, count, divide, total
-from olmo_jax.model.placement import ONE_DEVICE
 from olmo_jax.model.transformer import by_period
 from olmo_jax.optim import adamw
 from olmo_jax.optim.clip import clip_coefficient
 from olmo_jax.optim.decay import decay_mask
-from olmo_jax.plan.parameters import parameter_shapes
 from olmo_jax.train.program import Program
 from olmo_jax.train.state import State, first_state, shardings
 
@@ -37,7 +38,7 @@ ROWS, LENGTH, VOCAB = 16, 23, 67
 DROPS_NOTHING = 8.0
 """A capacity factor that no routing exceeds: as many rows as a group of 8 ranks can send."""
 
-ROUTER_BIAS = "body.moe.router.score_bias"
+EXPERT_BIAS = "body.moe.router.score_bias"
 
 MODEL = ModelConfig(
     num_layers=3,
@@ -84,6 +85,11 @@ def tiny(
     )
 
 
+def layout_of(config: Config) -> Layout:
+    """Return the layout of a config whose mesh has no open axis."""
+    return Layout(config, dict(config.mesh))
+
+
 def unkind_batch(seed: int, *, rows: int = ROWS, length: int = LENGTH, vocab: int = VOCAB) -> Batch:
     """Return rows of documents of odd lengths, with unequal numbers of labels, and padding.
 
@@ -104,7 +110,7 @@ def unkind_batch(seed: int, *, rows: int = ROWS, length: int = LENGTH, vocab: in
     return scramble_padding(
         Batch(
             *(value.astype(np.int32) for value in (tokens, labels, segments, positions)),
-            real=real,
+            padding_mask=real,
             sequence=np.arange(rows, dtype=np.int32),
         ),
         seed,
@@ -119,9 +125,9 @@ def scramble_padding(batch: Batch, seed: int, *, vocab: int = VOCAB) -> Batch:
     return batch._replace(
         **{
             name: np.where(
-                batch.real,
+                batch.padding_mask,
                 getattr(batch, name),
-                draw.integers(0, limit, batch.real.shape, dtype=np.int32),
+                draw.integers(0, limit, batch.padding_mask.shape, dtype=np.int32),
             )
             for name, limit in limits.items()
         }
@@ -133,41 +139,43 @@ def weights_of(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(seed)
     return {
         name: np.float32("gain" in name) + draw.normal(0, 0.2, leaf.shape).astype(np.float32)
-        for name, leaf in parameter_shapes(program.config.model).items()
+        for name, leaf in parameters(program.config.model).items()
     }
 
 
-def _grid_of(program: Program, name: str) -> Grid | None:
-    """Return where a pipeline has the layers of a leaf of the body."""
+def _stages_of(program: Program, name: str) -> StageLayout | None:
+    """Return which stage of a pipeline holds the layers of a leaf of the body."""
     ranks, chunks = program.mesh.shape["pipeline"], program.config.parallel.pipeline_chunks
     if ranks == 1 or not name.startswith("body."):
         return None
-    return body_grid(program.config.model, ranks, chunks)
+    return body_stages(program.config.model, ranks, chunks)
 
 
 def staged(program: Program, leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return leaves [layers, ...] as the program's states have them, empty places zero."""
+    """Return leaves [layers, ...] as the program's states have them, padding layers zero."""
 
     def one(name: str, leaf: np.ndarray) -> np.ndarray:
-        grid = _grid_of(program, name)
-        if grid is None:
+        stages = _stages_of(program, name)
+        if stages is None:
             return np.asarray(leaf)
-        there = np.expand_dims(grid.layer != EMPTY, tuple(range(-leaf.ndim + 1, 0)))
-        return np.where(there, np.asarray(leaf)[grid.layer], 0).astype(leaf.dtype)
+        is_layer = np.expand_dims(stages.layers != PADDING_LAYER, tuple(range(-leaf.ndim + 1, 0)))
+        return np.where(is_layer, np.asarray(leaf)[stages.layers], 0).astype(leaf.dtype)
 
     return {name: one(name, leaf) for name, leaf in leaves.items()}
 
 
 def unstaged(program: Program, leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return leaves of a state as [layers, ...], and check that empty places hold zeros."""
+    """Return leaves of a state as [layers, ...], and check that padding layers hold zeros."""
 
     def one(name: str, leaf: np.ndarray) -> np.ndarray:
-        grid = _grid_of(program, name)
-        if grid is None:
+        stages = _stages_of(program, name)
+        if stages is None:
             return leaf
-        assert not leaf[grid.layer == EMPTY].any(), f"{name} is not zero in an empty place"
-        layers = np.empty((grid.num_layers, *leaf.shape[3:]), leaf.dtype)
-        layers[grid.layer[grid.layer != EMPTY]] = leaf[grid.layer != EMPTY]
+        assert not leaf[stages.layers == PADDING_LAYER].any(), (
+            f"{name} is not zero in a padding layer"
+        )
+        layers = np.empty((stages.num_layers, *leaf.shape[3:]), leaf.dtype)
+        layers[stages.layers[stages.layers != PADDING_LAYER]] = leaf[stages.layers != PADDING_LAYER]
         return layers
 
     return {name: one(name, np.array(leaf)) for name, leaf in leaves.items()}
@@ -201,10 +209,12 @@ def gradients_of(program: Program, state: State, grad_norm: float) -> dict[str, 
 
 @cache
 def _oracle(config: Config) -> Any:
+    execution = one_device(seed=config.seed, training=True)
+
     def value(trained: Any, others: Any, blocks: Batch, step: Any):
         def sums_of(block: Batch):
             params = by_period(config.model, {**trained, **others})
-            return batch_sums(config, params, block, ONE_DEVICE, step=step, training=True)
+            return batch_sums(config, params, block, execution, step)
 
         sums = jax.lax.map(sums_of, blocks)
         sums = jax.tree.map(lambda value: value.sum(axis=0, dtype=value.dtype), sums)
@@ -268,7 +278,7 @@ def train_on_one_device(
     moments, decay = adamw.init(main), decay_mask(main, config.optim.no_decay)
     layers = config.model.num_routed_layers
     # Random assignment does not read it.
-    bias = {ROUTER_BIAS: np.zeros((layers, config.model.num_experts), np.float32)}
+    bias = {EXPERT_BIAS: np.zeros((layers, config.model.num_experts), np.float32)}
     update = jax.jit(partial(adamw.update, optim=config.optim, decay=decay))
     lines = []
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
@@ -284,7 +294,7 @@ def train_on_one_device(
                 "balance_loss": float(parts.balance) / layers,
                 "router_z_loss": float(parts.router_z) / layers,
                 "grad_norm": norm,
-                "tokens": int(batch.real.sum()),
+                "tokens": int(batch.padding_mask.sum()),
                 "max_load": float((counts.max(-1) / counts.mean(-1)).max()),
             }
         )

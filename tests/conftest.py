@@ -43,6 +43,14 @@ def mesh_of():
 
 
 @pytest.fixture(scope="session")
+def recipes():
+    """Return the published models by name."""
+    from tests.recipes import RECIPES
+
+    return RECIPES
+
+
+@pytest.fixture(scope="session")
 def program_of():
     """Return a function from a config to its program, each built and compiled once a session."""
     from functools import cache

@@ -16,7 +16,7 @@ import yaml
 
 import olmo_jax.config
 from olmo_jax.cli import main
-from olmo_jax.launch import environment
+from olmo_jax.runtime import environment
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")

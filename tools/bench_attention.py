@@ -16,8 +16,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from olmo_jax.arch import sizes
 from olmo_jax.ops.attention import attention
-from olmo_jax.plan import static_sizes
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--backends", nargs="+", default=["dense", "blockwise"])
     parser.add_argument(
-        "--block", type=int, default=static_sizes.BLOCK, help="positions in a block at most"
+        "--block", type=int, default=sizes.BLOCK, help="positions in a block at most"
     )
     parser.add_argument("--repeats", type=int, default=9)
     return parser.parse_args()
@@ -129,11 +129,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    static_sizes.BLOCK = options.block
+    sizes.BLOCK = options.block
     inputs = make_inputs(options)
     for title, program in (("forward", forward), ("forward and backward", both)):
         programs = [partial(program, options, backend) for backend in options.backends]
-        shown = f"{title}: {options.dtype}, length {options.length}, block {static_sizes.BLOCK}"
+        shown = f"{title}: {options.dtype}, length {options.length}, block {sizes.BLOCK}"
         print_table(shown, options.backends, measure(programs, inputs, options.repeats))
 
 

@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from olmo_jax.config import validate
 from olmo_jax.config.records import (
     Config,
     DataConfig,
@@ -41,7 +40,8 @@ from olmo_jax.config.records import (
     TrainConfig,
 )
 from olmo_jax.errors import UserError
-from olmo_jax.launch.environment import prepare, runs_on_gpu
+from olmo_jax.rules import validate
+from olmo_jax.runtime.environment import prepare, runs_on_gpu
 
 if TYPE_CHECKING:
     from olmo_jax.data.batch import Batch
@@ -155,7 +155,7 @@ def batch_of(config: Config) -> "Batch":
         labels=labels,
         segment_ids=np.ones(shape, np.int32),
         positions=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
-        real=np.ones(shape, bool),
+        padding_mask=np.ones(shape, bool),
         sequence=np.arange(shape[0], dtype=np.int32),
     )
 
@@ -170,11 +170,11 @@ def program_of(config: Config) -> "Program":
 
 def sent_bytes(program: "Program") -> float:
     """Return what one rank sends a step by the plan; the traced step must agree."""
+    from olmo_jax.inspect import jaxpr
     from olmo_jax.plan.communication import communication, total_bytes
-    from olmo_jax.program import jaxpr
 
     sizes = dict(program.config.mesh)
-    planned = total_bytes(communication(program.config, sizes))
+    planned = total_bytes(communication(program.layout))
     step = jaxpr.live(program.jitted.trace(*program.abstract_arguments()).jaxpr)
     counted = jaxpr.sent_bytes(jaxpr.collectives(step, sizes), sizes)
     if not math.isclose(planned, counted, rel_tol=1e-12):
@@ -186,7 +186,7 @@ def steps_of(program: "Program") -> Iterator[float]:
     """Take one step after the other, and yield the seconds of each; the first does not count."""
     import jax
 
-    state, batch = program.init(), program.place(batch_of(program.config))
+    state, batch = program.init(), program.put(batch_of(program.config))
     while True:
         start = time.perf_counter()
         state, metrics = program.step(state, batch, 1e-3)
@@ -206,8 +206,8 @@ def times_in_turn(programs: Mapping[str, "Program"], repeats: int) -> dict[str, 
 
 def compiled_memory(program: "Program", *, timed: bool) -> Compiled:
     """Return what a step asks of one device; one that is not `timed` is compiled in a hurry."""
-    from olmo_jax.plan.memory import memory
-    from olmo_jax.program.contract import memory_bytes
+    from olmo_jax.inspect.contract import memory_bytes
+    from olmo_jax.plan.state_memory import state_memory
 
     if timed or runs_on_gpu():
         compiled = program.compiled
@@ -216,7 +216,7 @@ def compiled_memory(program: "Program", *, timed: bool) -> Compiled:
         lowered = program.jitted.lower(*program.abstract_arguments())
         compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
     found = memory_bytes(compiled)
-    planned = memory(program.config, dict(program.config.mesh))
+    planned = state_memory(program.layout)
     return Compiled(found["alias"], found["temp"], planned.gradients + planned.gathered)
 
 

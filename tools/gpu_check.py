@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from olmo_jax.config import load
 from olmo_jax.config.records import Config
-from olmo_jax.launch.environment import prepare
+from olmo_jax.config_file import load
 from olmo_jax.plan.hardware import MACHINES, Hardware
+from olmo_jax.runtime.environment import prepare
 
 ROOT = Path(__file__).parents[1]
 BENCHMARK = ROOT / "configs" / "olmo3moe" / "bench_8layer.yaml"
@@ -175,7 +175,8 @@ def check_kernels() -> Found:
 
 def scaled_benchmark(hardware: Hardware, num_devices: int) -> Config:
     """Return the 8-layer benchmark with as many experts and layers as the plan says that fit."""
-    from olmo_jax.plan.changes import changed
+    from olmo_jax.mesh.layout import Layout
+    from olmo_jax.plan.alternatives import changed
     from olmo_jax.plan.plan import Plan
 
     config = load(BENCHMARK)
@@ -186,7 +187,10 @@ def scaled_benchmark(hardware: Hardware, num_devices: int) -> Config:
             model = {"num_experts": experts, "num_layers": layers}
             train = {"global_batch": rows, "recompute": "none"}
             scaled = changed(config, {"mesh": mesh, "model": model, "train": train})
-            if experts % num_devices == 0 and Plan(scaled, dict(scaled.mesh), hardware).fits:
+            if (
+                experts % num_devices == 0
+                and Plan(Layout(scaled, dict(scaled.mesh)), hardware).fits
+            ):
                 return scaled
     raise SystemExit(f"nothing of the benchmark fits {num_devices} x {hardware.name}")
 
@@ -210,12 +214,13 @@ def check_step(hardware: Hardware, steps: int) -> Found:
     """Time steps of the scaled benchmark, and put the plan beside."""
     import jax
 
+    from olmo_jax.mesh.layout import Layout
     from olmo_jax.plan.plan import Plan
     from olmo_jax.train.program import build_here
 
     config = scaled_benchmark(hardware, jax.device_count())
     program = build_here(config)
-    batch, state = program.place(random_batch(config)), program.init()
+    batch, state = program.put(random_batch(config)), program.init()
     times, metrics = [], {}
     for _ in range(steps + 2):
         start = time.perf_counter()
@@ -224,7 +229,7 @@ def check_step(hardware: Hardware, steps: int) -> Found:
         times.append(time.perf_counter() - start)
     # The first one compiles, the second may still warm up.
     median = statistics.median(times[2:])
-    plan = Plan(config, dict(config.mesh), hardware)
+    plan = Plan(Layout(config, dict(config.mesh)), hardware)
     held = [device.memory_stats() or {} for device in jax.local_devices()]
     return {
         "passed": math.isfinite(float(metrics["loss"])),

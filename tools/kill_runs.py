@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from olmo_jax.data.manifest import Manifest, folder_fingerprint, write_manifest
 from olmo_jax.data.shards import write_shard
+from olmo_jax.data.token_manifest import Manifest, folder_fingerprint, write_manifest
 
 VOCAB_SIZE = 300
 CLOCK = ("tokens_per_s", "step_time_s")

@@ -17,7 +17,6 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from olmo_jax.config import validate
 from olmo_jax.config.records import (
     Config,
     DataConfig,
@@ -28,7 +27,8 @@ from olmo_jax.config.records import (
     TrainConfig,
 )
 from olmo_jax.errors import UserError
-from olmo_jax.launch.environment import prepare
+from olmo_jax.rules import validate
+from olmo_jax.runtime.environment import prepare
 
 MIB = 2**20
 METHODS: tuple[Literal["ulysses", "ring"], ...] = ("ulysses", "ring")
@@ -63,9 +63,9 @@ def config_of(options: argparse.Namespace, method: Any, ranks: int, recompute: A
 def activation_bytes(config: Config) -> int:
     """Return the temporary memory of the compiled step without the gradients."""
     # Not at the top: jax is imported after `prepare` has set what it reads.
+    from olmo_jax.inspect.contract import memory_bytes
     from olmo_jax.mesh.devices import build_mesh
-    from olmo_jax.plan.memory import memory
-    from olmo_jax.program.contract import memory_bytes
+    from olmo_jax.plan.state_memory import state_memory
     from olmo_jax.train.program import build
 
     sizes = dict(config.mesh)
@@ -73,18 +73,18 @@ def activation_bytes(config: Config) -> int:
     lowered = program.jitted.lower(*program.abstract_arguments())
     # How good the machine code is plays no part in the buffers.
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-    return memory_bytes(compiled)["temp"] - memory(config, sizes).gradients
+    return memory_bytes(compiled)["temp"] - state_memory(program.layout).gradients
 
 
 def sent_bytes(config: Config) -> float:
     """Return what attention sends over `sequence` for one microbatch and layer."""
+    from olmo_jax.mesh.layout import Layout
     from olmo_jax.plan.communication import communication, total_bytes
-    from olmo_jax.plan.static_sizes import num_microbatches
 
-    sizes = dict(config.mesh)
+    layout = Layout(config, dict(config.mesh))
     what = ("heads", "keys", "values", "gradients of keys and values")
-    sent = total_bytes(communication(config, sizes), what=what)
-    return sent / config.model.num_layers / num_microbatches(config.train, sizes)
+    sent = total_bytes(communication(layout), what=what)
+    return sent / config.model.num_layers / layout.num_microbatches
 
 
 def measure(options: argparse.Namespace) -> Table:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from olmo_jax.config import load
+from olmo_jax.config_file import load
 from olmo_jax.errors import UserError
-from olmo_jax.launch.environment import prepare
 from olmo_jax.mesh.axes import DENSE_DATA_AXES, num_devices_wanted, resolve
+from olmo_jax.runtime.environment import prepare
 
 if TYPE_CHECKING:
-    from olmo_jax.program import Contract
+    from olmo_jax.inspect import Contract
 
 NUM_MICROBATCHES = (1, 2, 4)
 MIN_WIDTH = 120
@@ -114,8 +114,8 @@ def measure_columns(
 ) -> dict[int, "Contract"]:
     """Trace and compile the step for each number of microbatches."""
     # Not at the top: jax is imported after `prepare` has set what it reads.
+    from olmo_jax.inspect import measure
     from olmo_jax.mesh.devices import build_mesh
-    from olmo_jax.program import measure
     from olmo_jax.train.program import build
 
     mesh = build_mesh(sizes)

@@ -12,7 +12,7 @@ _SALTS = (0x243F6A88, 0x85A308D3)  # digits of pi; any two different numbers do
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: what sets the dims apart
 
 
-class Sums(NamedTuple):
+class Checksum(NamedTuple):
     """Both sums modulo 2^32 of a leaf, or of a block of it: the sums of its blocks add up."""
 
     first: Any
@@ -43,16 +43,18 @@ def _key(salt: int, start: UInt32[jax.Array, " rank"], shape: tuple[int, ...]) -
 @jax.jit
 def _examined(
     leaf: Shaped[jax.Array, "*dims"], start: UInt32[jax.Array, " rank"]
-) -> tuple[Sums, jax.Array]:
+) -> tuple[Checksum, jax.Array]:
     """Return a leaf's sums and whether all of it is finite, in one pass over it."""
     words = _words(leaf)
-    sums = Sums(
+    sums = Checksum(
         *(jnp.sum(mix(words ^ _key(salt, start, leaf.shape)), dtype=jnp.uint32) for salt in _SALTS)
     )
     return sums, jnp.isfinite(leaf).all()
 
 
-def sums_of(leaf: Shaped[jax.Array, "*dims"], start: tuple[int, ...] | None = None) -> Sums:
+def block_checksum(
+    leaf: Shaped[jax.Array, "*dims"], start: tuple[int, ...] | None = None
+) -> Checksum:
     """Return the sums of a leaf, or of the block of it that begins at `start`, on its devices.
 
     Each element's bits and place go through a bijection of 32 bits, so that one changed element
@@ -69,16 +71,16 @@ def examined(leaves: dict[Any, jax.Array]) -> tuple[dict[Any, str], list[Any]]:
 
     All are asked for before the first is waited for.
 
-    Comm: that of `sums_of`, and an all-reduce of one bool.
+    Comm: that of `block_checksum`, and an all-reduce of one bool.
     """
     asked = {
         name: _examined(leaf, jnp.zeros(leaf.ndim, jnp.uint32)) for name, leaf in leaves.items()
     }
     found = jax.device_get(asked)
-    texts = {name: Sums(*sums).text() for name, (sums, _) in found.items()}
+    texts = {name: Checksum(*sums).text() for name, (sums, _) in found.items()}
     return texts, [name for name, (_, finite) in found.items() if not finite]
 
 
-def texts_of(leaves: dict[Any, jax.Array]) -> dict[Any, str]:
+def checksums_of(leaves: dict[Any, jax.Array]) -> dict[Any, str]:
     """Return each leaf's sums as text."""
     return examined(leaves)[0]

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from olmo_jax.checkpoint import folders, manifest, reading
+from olmo_jax.checkpoint.checkpoints import read_saved
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key
 from olmo_jax.checkpoint.manifest import Saved
-from olmo_jax.checkpoint.run import read_saved
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.errors import UserError
 from olmo_jax.interop import huggingface

@@ -32,7 +32,7 @@ def stored(state: Any) -> Tree:
         "main": state.main,
         "mu": state.moments["mu"],
         "nu": state.moments["nu"],
-        "router_bias": state.router_bias,
+        "router_bias": state.expert_bias,
         "history": state.history,
         "counters": {"step": state.step, "moments": state.moments["count"]},
     }
@@ -45,7 +45,7 @@ def unstored(tree: Tree, like: Any) -> Any:
         weights={},
         main=tree["main"],
         moments={"mu": tree["mu"], "nu": tree["nu"], "count": tree["counters"]["moments"]},
-        router_bias=tree.get("router_bias", {}),
+        expert_bias=tree.get("router_bias", {}),
         history=tree["history"],
         step=tree["counters"]["step"],
     )

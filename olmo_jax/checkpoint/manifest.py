@@ -26,7 +26,7 @@ class Position(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """One logical array of a checkpoint; `checksum` is the text of its `Sums`."""
+    """One logical array of a checkpoint; `checksum` is the text of its `Checksum`."""
 
     shape: tuple[int, ...]
     dtype: str

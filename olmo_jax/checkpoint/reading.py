@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
 
-from olmo_jax.checkpoint import faults, folders
-from olmo_jax.checkpoint.checksum import Sums, sums_of, texts_of
+from olmo_jax.checkpoint import disk_errors, folders
+from olmo_jax.checkpoint.checksum import Checksum, block_checksum, checksums_of
 from olmo_jax.checkpoint.folders import STATE
 from olmo_jax.checkpoint.leaves import Key, blocks, flat, nested
 from olmo_jax.checkpoint.manifest import Leaf, Saved
@@ -87,7 +87,7 @@ def read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key, 
     Raises: UserError naming a leaf that cannot be read, or that differs from its checksum.
     """
     found = _read(saved, wanted)
-    checksums = texts_of(found)
+    checksums = checksums_of(found)
     for key in wanted:
         if checksums[key] != saved.leaves[key].checksum:
             raise damaged(saved, key, "its checksum differs")
@@ -96,13 +96,13 @@ def read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key, 
 
 def _read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key, jax.Array]:
     try:
-        with faults.without_tracebacks():
+        with disk_errors.without_tracebacks():
             return _restored(saved, wanted)
     except Exception as error:  # Orbax and TensorStore raise all kinds
         key = _unreadable(saved, wanted)
         if key is None:
             raise UserError(
-                f"{saved.folder} cannot be read: {faults.short(error)}; a folder that was written "
+                f"{saved.folder} cannot be read: {disk_errors.short(error)}; a folder that was written "
                 f"to its end can; {folders.way_on(saved.folder)}"
             ) from error
         raise damaged(saved, key, "it cannot be read") from error
@@ -157,11 +157,11 @@ def _fault_of_metadata(saved: Saved) -> str | None:
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = {smallest: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)}
     try:
-        with faults.without_tracebacks():
+        with disk_errors.without_tracebacks():
             found = _kept(saved.folder)
             _restored(saved, wanted)
     except Exception as error:  # noqa: BLE001 Orbax raises all kinds; told above, once it is freed
-        return faults.short(error)
+        return disk_errors.short(error)
     there = {key: (leaf.shape, leaf.dtype) for key, leaf in saved.leaves.items()}
     differing = [key for key in sorted({*found, *there}) if found.get(key) != there.get(key)]
     return f"{len(differing)} leaves differ, {differing[0]} first" if differing else None
@@ -224,6 +224,6 @@ def checksum_of(saved: Saved, key: Key, num_elements: int = BLOCK_ELEMENTS) -> s
     """
     first = second = 0
     for start, block in blocks_of(saved.folder, key, saved.leaves[key], num_elements):
-        sums = sums_of(jnp.asarray(block), start)
+        sums = block_checksum(jnp.asarray(block), start)
         first, second = first + int(sums.first), second + int(sums.second)
-    return Sums(first % 2**32, second % 2**32).text()
+    return Checksum(first % 2**32, second % 2**32).text()

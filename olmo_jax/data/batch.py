@@ -21,5 +21,5 @@ class Batch(NamedTuple):
     labels: Values
     segment_ids: Values
     positions: Values
-    real: Values
+    padding_mask: Values
     sequence: Values

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 
 from olmo_jax.config.records import Config, DataConfig
 from olmo_jax.data.batch import Batch
-from olmo_jax.data.manifest import digest
 from olmo_jax.data.mixture import Proportions
 from olmo_jax.data.rows import assemble
 from olmo_jax.data.shards import evenly
 from olmo_jax.data.sources import Row, Source, Windows, folder_of, open_source, read
+from olmo_jax.data.token_manifest import digest
 from olmo_jax.data.tokenize import read_tokenizer_file
 from olmo_jax.errors import UserError
 

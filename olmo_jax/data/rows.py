@@ -30,7 +30,7 @@ def assemble(
         labels=shift(tokens, wanted & real),
         segment_ids=np.where(real, np.cumsum(starts, axis=1, dtype=np.int32), np.int32(0)),
         positions=np.where(real, count_from(starts), np.int32(0)),
-        real=real,
+        padding_mask=real,
         sequence=np.array(numbers, np.int32),
     )
 

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import numpy as np
 from jaxtyping import Integer
 
-from olmo_jax.data.manifest import Manifest, Shard
+from olmo_jax.data.token_manifest import Manifest, Shard
 from olmo_jax.errors import UserError
 
 SHARD_TOKENS = 128 << 20

@@ -42,9 +42,9 @@ def show_row(corpus: Corpus, batch: Batch, row: int, document_chars: int) -> Ite
 
 
 def counts(batch: Batch) -> str:
-    counted = np.asarray(batch.real) & (np.asarray(batch.labels) != IGNORED)
+    counted = np.asarray(batch.padding_mask) & (np.asarray(batch.labels) != IGNORED)
     return (
-        f"{int(batch.real.sum())} real, {int(counted.sum())} counted, "
+        f"{int(batch.padding_mask.sum())} real, {int(counted.sum())} counted, "
         f"{num_documents(batch)} documents"
     )
 

@@ -8,14 +8,6 @@ import numpy as np
 from jaxtyping import Bool, Int, Integer, Shaped
 
 from olmo_jax.config.records import SourceConfig
-from olmo_jax.data.manifest import (
-    TOKENIZER,
-    Manifest,
-    Shard,
-    digest,
-    read_manifest,
-    shard_fingerprint,
-)
 from olmo_jax.data.shards import (
     REWRITE,
     check_blocks,
@@ -24,6 +16,14 @@ from olmo_jax.data.shards import (
     map_array,
     open_documents,
     open_tokens,
+)
+from olmo_jax.data.token_manifest import (
+    TOKENIZER,
+    Manifest,
+    Shard,
+    digest,
+    read_manifest,
+    shard_fingerprint,
 )
 from olmo_jax.errors import UserError
 

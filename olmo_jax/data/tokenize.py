@@ -12,7 +12,8 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from olmo_jax.data.documents import Flaw, find_inputs, read_documents
-from olmo_jax.data.manifest import (
+from olmo_jax.data.shards import write_shard
+from olmo_jax.data.token_manifest import (
     SKIPPED,
     TOKENIZER,
     Manifest,
@@ -20,7 +21,6 @@ from olmo_jax.data.manifest import (
     folder_fingerprint,
     write_manifest,
 )
-from olmo_jax.data.shards import write_shard
 from olmo_jax.errors import UserError
 
 EOS = "<|endoftext|>"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from olmo_jax.arch.parameters import parameters
 from olmo_jax.config.messages import listing
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.errors import UserError
@@ -17,7 +18,6 @@ from olmo_jax.interop import files
 from olmo_jax.interop.expressible import check_expressible
 from olmo_jax.interop.olmo3moe import config_fields, model_config
 from olmo_jax.interop.weights import combine, separate, tensor_shapes
-from olmo_jax.plan.parameters import parameter_shapes
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _READABLE = ("float32", "bfloat16", "float16")
@@ -98,7 +98,7 @@ def to_huggingface(
     """
     check_expressible(config)
     leaves = {name: np.asarray(leaf) for name, leaf in params.items()}
-    _match(_shapes(leaves), {k: leaf.shape for k, leaf in parameter_shapes(config).items()})
+    _match(_shapes(leaves), {k: leaf.shape for k, leaf in parameters(config).items()})
     return {k: np.ascontiguousarray(v) for k, v in separate(config, leaves).items()}
 
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from olmo_jax.config import model_rules
 from olmo_jax.config.messages import show, together
 from olmo_jax.config.records import (
     Config,
@@ -26,6 +25,7 @@ from olmo_jax.config.records import (
 from olmo_jax.errors import UserError
 from olmo_jax.interop.rotary import FULL, SLIDING, rope_of, rope_parameters
 from olmo_jax.interop.windows import pattern_of, windows_of
+from olmo_jax.rules import model
 
 ARCHITECTURE, MODEL_TYPE = "Olmo3MoeForCausalLM", "olmo3moe"
 
@@ -253,11 +253,11 @@ def _model(fields: Fields) -> ModelConfig:
 
 
 _MODEL_RULES = (
-    model_rules.dense_layers,
-    model_rules.routed_layers,
-    model_rules.heads_divide,
-    model_rules.rotated_dims,
-    model_rules.rope_scaling,
+    model.dense_layers,
+    model.routed_layers,
+    model.heads_divide,
+    model.rotated_dims,
+    model.rope_scaling,
 )
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from olmo_jax.config.layers import layer_plan
+from olmo_jax.arch.layers import is_routed, layer_groups
+from olmo_jax.arch.parameters import block, parameters
 from olmo_jax.config.records import ModelConfig
-from olmo_jax.plan.parameters import block_shapes, parameter_shapes
 
 Tensors = dict[str, np.ndarray]
 
@@ -115,7 +115,7 @@ def _piece(model: ModelConfig, leaf: str, shape: tuple[int, ...]) -> Piece:
 def _ends(model: ModelConfig) -> Place:
     pieces = {
         leaf: _piece(model, leaf, shape.shape)
-        for leaf, shape in parameter_shapes(model).items()
+        for leaf, shape in parameters(model).items()
         if leaf.startswith(("embedding.", "head."))
     }
     return Place("", "", None, pieces)
@@ -124,12 +124,12 @@ def _ends(model: ModelConfig) -> Place:
 def _places(model: ModelConfig) -> Iterator[Place]:
     """Yield the ends, then the layers in order."""
     yield _ends(model)
-    plan = layer_plan(model)
+    plan = layer_groups(model)
     for group, layers in zip(
         ("leading", "body", "trailing"), (plan.leading, plan.body, plan.trailing), strict=True
     ):
         for index, layer in enumerate(layers):
-            shapes = block_shapes(model, layer)
+            shapes = block(model, routed=is_routed(model, layer))
             pieces = {leaf: _piece(model, leaf, shape.shape) for leaf, shape in shapes.items()}
             theirs = f"model.layers.{layer}."
             if group == "body":
@@ -166,7 +166,5 @@ def combine(model: ModelConfig, tensors: Mapping[str, np.ndarray]) -> Tensors:
 def tensor_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of each of their tensors; nothing is allocated."""
     zero = np.zeros((), np.float32)
-    leaves = {
-        name: np.broadcast_to(zero, leaf.shape) for name, leaf in parameter_shapes(model).items()
-    }
+    leaves = {name: np.broadcast_to(zero, leaf.shape) for name, leaf in parameters(model).items()}
     return {name: tensor.shape for name, tensor in separate(model, leaves).items()}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import product
 
-from olmo_jax.config.layers import window_of
+from olmo_jax.arch.layers import window_of
 from olmo_jax.config.records import ModelConfig, WindowConfig
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from olmo_jax.config import Config
 from olmo_jax.errors import UserError
-from olmo_jax.launch.environment import DETERMINISTIC_FLAG
 from olmo_jax.mesh.axes import AXES
+from olmo_jax.runtime.environment import DETERMINISTIC_FLAG
 
 GPU_FLAGS = {
     # On by default in the versions that are supported; an image may have turned it off.

@@ -11,9 +11,9 @@ import yaml
 from olmo_jax.config import Config
 from olmo_jax.errors import UserError
 from olmo_jax.launch import cluster
-from olmo_jax.launch.processes import COORDINATOR, NUM_PROCESSES
 from olmo_jax.launch.slurm import run_client
-from olmo_jax.launch.stop import STOPPED_EXIT_CODE, TERMINATED
+from olmo_jax.runtime.processes import COORDINATOR, NUM_PROCESSES
+from olmo_jax.runtime.stop_signal import STOPPED_EXIT_CODE, TERMINATED
 
 DNS_NAME = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
 WORKERS = "workers"

@@ -18,8 +18,8 @@ from typing import IO, Any
 
 from olmo_jax.config import Config
 from olmo_jax.errors import UserError
-from olmo_jax.launch import environment, processes
 from olmo_jax.mesh.axes import num_devices_wanted
+from olmo_jax.runtime import environment, processes
 
 HOST = "127.0.0.1"
 FORWARDED = (signal.SIGINT, signal.SIGTERM)

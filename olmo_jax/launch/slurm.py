@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from olmo_jax.config import Config
 from olmo_jax.errors import UserError
 from olmo_jax.launch import cluster
-from olmo_jax.launch.processes import COORDINATOR
+from olmo_jax.runtime.processes import COORDINATOR
 
 WORD = r"[A-Za-z0-9_.:@+/-]+"
 LIST = r"[A-Za-z0-9_.:@+/,&|*\[\]-]+"

@@ -1,11 +1,8 @@
 """The five mesh axes, their sizes, and the two views of the same ranks. No jax."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-import numpy as np
-
-from olmo_jax.config.mesh_rules import BATCH_AXES, one_open_axis
 from olmo_jax.config.messages import divisors, listing
 from olmo_jax.config.records import MeshConfig
 from olmo_jax.errors import UserError
@@ -13,11 +10,24 @@ from olmo_jax.errors import UserError
 AXES = ("pipeline", "data", "fsdp", "expert", "sequence")
 """Every mesh has all of them, slowest first: rank order is row-major over their sizes."""
 
-DENSE_DATA_AXES = BATCH_AXES
+DENSE_DATA_AXES = ("data", "fsdp", "expert")
 """The axes that divide the rows of the batch, for all but the routed experts."""
+
+TOKEN_AXES = (*DENSE_DATA_AXES, "sequence")
+"""The axes that divide the batch, by rows and by positions."""
 
 EMULATED_DEVICES = 8
 """How many devices an emulated mesh has in all when one axis is left open."""
+
+
+def open_axes(mesh: MeshConfig) -> Iterator[str]:
+    """Yield a message if more than one axis is left open."""
+    free = [f"mesh.{axis}=-1" for axis, size in mesh if size == -1]
+    if len(free) > 1:
+        yield (
+            f"{listing(free, 'and')} leave {len(free)} sizes open, and at most 1 can be "
+            "inferred; give the size of the others (1 if unused)"
+        )
 
 
 def num_devices_wanted(mesh: MeshConfig) -> int:
@@ -46,7 +56,7 @@ def resolve(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
 
     Raises: UserError if the sizes do not divide the devices, or need more of them.
     """
-    for message in one_open_axis(mesh):
+    for message in open_axes(mesh):
         raise UserError(message)
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
@@ -58,16 +68,6 @@ def resolve(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
             f"whose product is {num_devices}, or -1 for one axis"
         )
     return sizes
-
-
-def groups(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
-    """Return the groups of ranks that differ along `axes` only, each in rank order."""
-    ranks = np.arange(math.prod(sizes[axis] for axis in AXES))
-    grid = ranks.reshape([sizes[axis] for axis in AXES])
-    inside = [i for i, axis in enumerate(AXES) if axis in axes]
-    outside = [i for i, axis in enumerate(AXES) if axis not in axes]
-    width = math.prod(sizes[AXES[i]] for i in inside)
-    return grid.transpose(outside + inside).reshape(-1, width).tolist()
 
 
 def expert_model_axes(*, fold_sequence: bool = False) -> tuple[str, ...]:
@@ -86,26 +86,4 @@ def expert_data_axes(*, fold_sequence: bool = False) -> tuple[str, ...]:
     Source: olmo_core 3.0.0, distributed/parallel (the MoE mesh of a DDP train module).
     """
     split = expert_model_axes(fold_sequence=fold_sequence)
-    return tuple(axis for axis in (*DENSE_DATA_AXES, "sequence") if axis not in split)
-
-
-def expert_model_groups(
-    sizes: Mapping[str, int], *, fold_sequence: bool = False
-) -> list[list[int]]:
-    """Return the groups of ranks that hold one copy of the experts between them."""
-    return groups(sizes, expert_model_axes(fold_sequence=fold_sequence))
-
-
-def expert_data_groups(sizes: Mapping[str, int], *, fold_sequence: bool = False) -> list[list[int]]:
-    """Return the groups of ranks that hold the same experts."""
-    return groups(sizes, expert_data_axes(fold_sequence=fold_sequence))
-
-
-def dense_data_groups(sizes: Mapping[str, int]) -> list[list[int]]:
-    """Return the groups of ranks with the same positions of different rows (dense DP)."""
-    return groups(sizes, DENSE_DATA_AXES)
-
-
-def dense_gradient_groups(sizes: Mapping[str, int]) -> list[list[int]]:
-    """Return the groups of ranks that a dense gradient is summed over: rows and positions."""
-    return groups(sizes, (*DENSE_DATA_AXES, "sequence"))
+    return tuple(axis for axis in TOKEN_AXES if axis not in split)

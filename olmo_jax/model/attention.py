@@ -1,5 +1,7 @@
 """Self-attention of a block: projections, norms of queries and keys, rotary positions, gate."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,9 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int
 
 from olmo_jax.config.records import ModelConfig
+from olmo_jax.model.execution import WHOLE_ROWS, Attend
 from olmo_jax.model.initialise import Initialiser
-from olmo_jax.model.norm import RMSNorm
-from olmo_jax.model.placement import WHOLE_ROWS, Attend
+from olmo_jax.model.norm import optional_norm
 from olmo_jax.model.rope import attention_factor, inverse_frequencies, is_rotated, is_scaled, rotate
 from olmo_jax.ops.linear import linear
 
@@ -32,27 +34,6 @@ def scale_by_visible(
     return (q.astype(jnp.float32) * (visible * scale[:, None])).astype(q.dtype)
 
 
-def _qk_norm(
-    make: Initialiser, model: ModelConfig, num_heads: int, heads_dim: str
-) -> RMSNorm | None:
-    if model.qk_norm == "none":
-        return None
-    if model.qk_norm == "head":
-        return RMSNorm(make, (model.head_dim,), ("head_dim",), eps=model.norm_eps)
-    shape, dims = (num_heads, model.head_dim), (heads_dim, "head_dim")
-    num_dims = 2 if model.qk_norm == "full" else 1
-    return RMSNorm(make, shape, dims, eps=model.norm_eps, num_dims=num_dims)
-
-
-def _gate(make: Initialiser, model: ModelConfig) -> nnx.Variable | None:
-    if model.attention_gate == "none":
-        return None
-    shape, dims = (model.d_model, model.num_heads), ("d_model", "heads")
-    if model.attention_gate == "elementwise":
-        shape, dims = (*shape, model.head_dim), (*dims, "head_dim")
-    return make("gate", shape, dims, "attention_in", fan_in=model.d_model)
-
-
 class Attention(nnx.Module):
     """Grouped-query attention inside a document; the layer's window is an argument of the call.
 
@@ -61,34 +42,16 @@ class Attention(nnx.Module):
 
     def __init__(self, model: ModelConfig, make: Initialiser):
         self.model = model
-        query, key = (model.num_heads, model.head_dim), (model.num_kv_heads, model.head_dim)
-        query_dims, key_dims = ("heads", "head_dim"), ("kv_heads", "head_dim")
-
-        def projection(name: str, heads: tuple[int, int], dims: tuple[str, str]) -> nnx.Variable:
-            shape = (model.d_model, *heads)
-            return make(name, shape, ("d_model", *dims), "attention_in", fan_in=model.d_model)
-
-        def bias(name: str, shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Variable | None:
-            return make(name, shape, dims, "zeros") if model.attention_bias else None
-
-        self.q = projection("q", query, query_dims)
-        self.k = projection("k", key, key_dims)
-        self.v = projection("v", key, key_dims)
-        fan_in = model.num_heads * model.head_dim
-        out, out_dims = (*query, model.d_model), (*query_dims, "d_model")
-        self.out = make("out", out, out_dims, "attention_out", fan_in=fan_in)
-        self.q_bias = bias("q_bias", query, query_dims)
-        self.k_bias = bias("k_bias", key, key_dims)
-        self.v_bias = bias("v_bias", key, key_dims)
-        self.out_bias = bias("out_bias", (model.d_model,), ("d_model",))
-        self.q_norm = _qk_norm(make.inside("q_norm"), model, model.num_heads, "heads")
-        self.k_norm = _qk_norm(make.inside("k_norm"), model, model.num_kv_heads, "kv_heads")
-        self.gate = _gate(make, model)
-        self.softmax_scale = (
-            make("softmax_scale", query[:1], query_dims[:1], "ones")
-            if model.scalable_softmax
-            else None
+        self.q, self.k, self.v, self.out = make("q"), make("k"), make("v"), make("out")
+        self.q_bias, self.k_bias = make.optional("q_bias"), make.optional("k_bias")
+        self.v_bias, self.out_bias = make.optional("v_bias"), make.optional("out_bias")
+        # `full` normalises all heads together.
+        norm = partial(
+            optional_norm, make, eps=model.norm_eps, num_dims=2 if model.qk_norm == "full" else 1
         )
+        self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
+        self.gate = make.optional("gate")
+        self.softmax_scale = make.optional("softmax_scale")
 
     def _project(
         self, name: str, x: Float[Array, "B L D"], weight: nnx.Variable, bias: nnx.Variable | None

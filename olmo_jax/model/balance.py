@@ -1,14 +1,12 @@
 """What keeps experts evenly used: counts, balance and z losses, the rule of the router bias."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from olmo_jax.config.records import RouterConfig
-
-Scope = Literal["instance", "microbatch", "global"]
 
 
 class BalanceTerms(NamedTuple):
@@ -24,11 +22,11 @@ class BalanceTerms(NamedTuple):
 
 
 def expert_counts(
-    experts: Int32[Array, "B L A"], real: Bool[Array, "B L"], num_experts: int
+    experts: Int32[Array, "B L A"], padding_mask: Bool[Array, "B L"], num_experts: int
 ) -> Int32[Array, "B E"]:
     """Count, row by row, the real tokens that chose each expert."""
     # A comparison that is summed at once fuses, and needs no scatter; -1 is nobody's expert.
-    chosen = jnp.where(real[..., None], experts, -1)
+    chosen = jnp.where(padding_mask[..., None], experts, -1)
     is_chosen = chosen[..., None] == jnp.arange(num_experts)
     return is_chosen.sum(axis=(1, 2), dtype=jnp.int32)
 
@@ -36,7 +34,7 @@ def expert_counts(
 def balance_terms(
     scores: Float[Array, "B L E"],
     experts: Int32[Array, "B L A"],
-    real: Bool[Array, "B L"],
+    padding_mask: Bool[Array, "B L"],
     *,
     config: RouterConfig,
 ) -> BalanceTerms:
@@ -45,13 +43,13 @@ def balance_terms(
     Source: olmo_core 3.0.0, nn/moe/loss.py. Differs: tokens that are not real are left out.
     """
     # Masked before the division: 0 * NaN of a padded token would reach the gradient.
-    probabilities = jnp.where(real[..., None], scores, 1.0)
+    probabilities = jnp.where(padding_mask[..., None], scores, 1.0)
     if config.gating == "sigmoid":
         probabilities = probabilities / probabilities.sum(-1, keepdims=True)
     terms = BalanceTerms(
-        counts=expert_counts(experts, real, scores.shape[-1]),
-        tokens=real.sum(-1, dtype=jnp.int32),
-        scores=jnp.where(real[..., None], probabilities, 0.0).sum(1),
+        counts=expert_counts(experts, padding_mask, scores.shape[-1]),
+        tokens=padding_mask.sum(-1, dtype=jnp.int32),
+        scores=jnp.where(padding_mask[..., None], probabilities, 0.0).sum(1),
     )
     return terms if config.balance_scope == "instance" else _one_row(terms)
 
@@ -71,40 +69,10 @@ def balance_sum(terms: BalanceTerms, top_k: int) -> Float32[Array, ""]:
     return terms.scores.shape[-1] / top_k * jnp.sum(share * terms.scores)
 
 
-def z_sum(logits: Float[Array, "B L E"], real: Bool[Array, "B L"]) -> Float32[Array, ""]:
+def z_sum(logits: Float[Array, "B L E"], padding_mask: Bool[Array, "B L"]) -> Float32[Array, ""]:
     """Return logsumexp(logits)^2 summed over real tokens."""
-    log_normaliser = jax.nn.logsumexp(jnp.where(real[..., None], logits, 0.0), axis=-1)
-    return jnp.sum(jnp.where(real, log_normaliser, 0.0) ** 2)
-
-
-def _divisor(given: float | None, real: Bool[Array, "B L"]) -> Float32[Array, ""] | float:
-    return jnp.maximum(real.sum(), 1).astype(jnp.float32) if given is None else given
-
-
-def balance_loss(
-    scores: Float[Array, "B L E"],
-    experts: Int32[Array, "B L A"],
-    real: Bool[Array, "B L"],
-    *,
-    config: RouterConfig,
-    divisor: float | None = None,
-) -> Float32[Array, ""]:
-    """Return the balance loss over an explicit divisor, the number of real tokens by default.
-
-    Source: olmo_core 3.0.0, nn/moe/loss.py.
-    """
-    terms = balance_terms(scores, experts, real, config=config)
-    return balance_sum(terms, experts.shape[-1]) / _divisor(divisor, real)
-
-
-def z_loss(
-    logits: Float[Array, "B L E"], real: Bool[Array, "B L"], *, divisor: float | None = None
-) -> Float32[Array, ""]:
-    """Return the router z-loss over an explicit divisor, the number of real tokens by default.
-
-    Source: olmo_core 3.0.0, nn/moe/loss.py.
-    """
-    return z_sum(logits, real) / _divisor(divisor, real)
+    log_normaliser = jax.nn.logsumexp(jnp.where(padding_mask[..., None], logits, 0.0), axis=-1)
+    return jnp.sum(jnp.where(padding_mask, log_normaliser, 0.0) ** 2)
 
 
 def bias_update(

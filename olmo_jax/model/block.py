@@ -1,22 +1,16 @@
 """A transformer block: attention and the position-wise half, with norms before, after or around."""
 
+from functools import partial
+
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.model.attention import Attention
+from olmo_jax.model.execution import Execution
 from olmo_jax.model.initialise import Initialiser
-from olmo_jax.model.moe import MLP, MoE, RouterSums, Surroundings
-from olmo_jax.model.norm import RMSNorm
-from olmo_jax.model.placement import Placement
-
-
-def _norm(
-    model: ModelConfig, make: Initialiser, name: str, wanted: tuple[str, ...]
-) -> RMSNorm | None:
-    if model.norm not in wanted:
-        return None
-    return RMSNorm(make.inside(name), (model.d_model,), ("d_model",), eps=model.norm_eps)
+from olmo_jax.model.moe import MLP, BlockInputs, MoE, RouterSums
+from olmo_jax.model.norm import RMSNorm, optional_norm
 
 
 def _apply(norm: RMSNorm | None, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
@@ -30,37 +24,35 @@ class Block(nnx.Module):
     """
 
     def __init__(self, model: ModelConfig, make: Initialiser, *, routed: bool):
-        before, after = ("pre", "peri"), ("reordered", "peri")
-        self.attention_input_norm = _norm(model, make, "attention_input_norm", before)
+        norm = partial(optional_norm, make, eps=model.norm_eps)
+        self.attention_input_norm = norm("attention_input_norm")
         self.attention = Attention(model, make.inside("attention"))
-        self.attention_output_norm = _norm(model, make, "attention_output_norm", after)
-        self.mlp_input_norm = _norm(model, make, "mlp_input_norm", before)
-        self.mlp_output_norm = _norm(model, make, "mlp_output_norm", after)
+        self.attention_output_norm = norm("attention_output_norm")
+        self.mlp_input_norm = norm("mlp_input_norm")
+        self.mlp_output_norm = norm("mlp_output_norm")
         self.moe = MoE(model, make.inside("moe")) if routed else None
-        self.mlp = None if routed else MLP(model, make.inside("mlp"), model.dense_hidden, "mlp")
+        self.mlp = None if routed else MLP(make.inside("mlp"), "mlp")
 
     def __call__(
         self,
         x: Float[Array, "B L D"],
-        around: Surroundings,
-        placement: Placement,
+        inputs: BlockInputs,
+        execution: Execution,
+        layer: Int32[Array, ""],
         *,
         window: int | None,
-        layer: Int32[Array, ""],
-        seed: int,
-        training: bool,
     ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
         attended = self.attention(
             _apply(self.attention_input_norm, x),
-            positions=around.positions,
-            segment_ids=around.segment_ids,
+            positions=inputs.positions,
+            segment_ids=inputs.segment_ids,
             window=window,
-            attend=placement.rows.attend,
+            attend=execution.rows.attend,
         )
         h = x + _apply(self.attention_output_norm, attended)
         inner = _apply(self.mlp_input_norm, h)
         if self.mlp is not None:
             return h + _apply(self.mlp_output_norm, self.mlp(inner)), None
         assert self.moe is not None
-        y, sums = self.moe(inner, around, placement, layer=layer, seed=seed, training=training)
+        y, sums = self.moe(inner, inputs, execution, layer)
         return h + _apply(self.mlp_output_norm, y), sums

@@ -10,13 +10,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.data.batch import Batch
 from olmo_jax.model.balance import BalanceTerms, balance_sum, balance_terms, z_sum
-from olmo_jax.model.initialise import Initialiser, Kind
-from olmo_jax.model.placement import ExpertWeights, Placement, swiglu
+from olmo_jax.model.execution import Execution
+from olmo_jax.model.experts import ExpertWeights, swiglu
+from olmo_jax.model.initialise import Initialiser
 from olmo_jax.model.router import Router, forced_experts, jitter
 from olmo_jax.ops.linear import linear
 
 
-class Surroundings(NamedTuple):
+class BlockInputs(NamedTuple):
     """What a block reads beside the hidden state; `offsets` count positions from the row start.
 
     `segment_ids` are those that attention takes: of whole rows.
@@ -24,20 +25,20 @@ class Surroundings(NamedTuple):
 
     positions: Int32[Array, "B L"]
     segment_ids: Int32[Array, "B row"]
-    real: Bool[Array, "B L"]
+    padding_mask: Bool[Array, "B L"]
     sequence: Int32[Array, " B"]
     offsets: Int32[Array, " L"]
     step: Int32[Array, ""]
 
 
-def surroundings(batch: Batch, placement: Placement, step: Int32[Array, ""]) -> Surroundings:
+def block_inputs(batch: Batch, execution: Execution, step: Int32[Array, ""]) -> BlockInputs:
     """Return what the blocks read of a microbatch."""
-    return Surroundings(
+    return BlockInputs(
         batch.positions,
         batch.segment_ids,
-        batch.real,
+        batch.padding_mask,
         batch.sequence,
-        placement.rows.offsets(batch.positions.shape[1]),
+        execution.rows.offsets(batch.positions.shape[1]),
         step,
     )
 
@@ -57,12 +58,9 @@ class MLP(nnx.Module):
     Source: olmo_core 3.0.0, nn/moe/v2/shared_experts.py.
     """
 
-    def __init__(self, model: ModelConfig, make: Initialiser, hidden: int, name: str):
+    def __init__(self, make: Initialiser, name: str):
         self.name = name
-        width = model.d_model
-        dims = ("d_model", "hidden")
-        self.up_gate = make("up_gate", (width, 2 * hidden), dims, "shared", fan_in=width)
-        self.down = make("down", (hidden, width), dims[::-1], "shared", fan_in=hidden)
+        self.up_gate, self.down = make("up_gate"), make("down")
 
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         hidden = checkpoint_name(linear(x, self.up_gate[...]), f"{self.name}_hidden")
@@ -70,20 +68,13 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The weights of the routed experts; how rows reach them is the placement's affair.
+    """The weights of the routed experts; how rows reach them is the execution's affair.
 
     Source: olmo_core 3.0.0, nn/moe/v2/routed_experts.py.
     """
 
-    def __init__(self, model: ModelConfig, make: Initialiser):
-        width, hidden = model.d_model, model.expert_hidden
-
-        def pool(name: str, shape: tuple[int, int], dims: tuple[str, str], kind: Kind):
-            shape_of_all, dims_of_all = (model.num_experts, *shape), ("experts", *dims)
-            return make(name, shape_of_all, dims_of_all, kind, fan_in=shape[0])
-
-        self.up_gate = pool("up_gate", (width, 2 * hidden), ("d_model", "hidden"), "routed_in")
-        self.down = pool("down", (hidden, width), ("hidden", "d_model"), "routed_out")
+    def __init__(self, make: Initialiser):
+        self.up_gate, self.down = make("up_gate"), make("down")
 
     def weights(self) -> ExpertWeights:
         """Return the arrays."""
@@ -99,33 +90,32 @@ class MoE(nnx.Module):
     def __init__(self, model: ModelConfig, make: Initialiser):
         self.model = model
         self.router = Router(model, make.inside("router"))
-        self.experts = Experts(model, make.inside("experts"))
-        shared = model.shared_hidden
-        self.shared = MLP(model, make.inside("shared"), shared, "shared") if shared else None
+        self.experts = Experts(make.inside("experts"))
+        self.shared = MLP(make.inside("shared"), "shared") if make.has("shared") else None
 
     def _forced(
-        self, around: Surroundings, placement: Placement, layer: Array, seed: int
+        self, inputs: BlockInputs, execution: Execution, layer: Array
     ) -> Int32[Array, "B L A"] | None:
         assignment = self.model.router.assignment
         if assignment == "learned":
             return None
         return forced_experts(
             assignment,
-            seed,
-            around.step,
+            execution.seed,
+            inputs.step,
             layer,
-            around.sequence,
-            around.offsets,
-            sequence_length=placement.rows.length(around.positions.shape[1]),
+            inputs.sequence,
+            inputs.offsets,
+            sequence_length=execution.rows.length(inputs.positions.shape[1]),
             num_experts=self.model.num_experts,
             top_k=self.model.top_k,
         )
 
-    def _balance(self, terms: BalanceTerms, placement: Placement) -> Float32[Array, ""]:
+    def _balance(self, terms: BalanceTerms, execution: Execution) -> Float32[Array, ""]:
         add = {
-            "instance": placement.over_sequence,
+            "instance": execution.over_sequence,
             "microbatch": lambda value: value,
-            "global": placement.over_data,
+            "global": execution.over_data,
         }[self.model.router.balance_scope]
         sums = (add(terms.counts), add(terms.tokens))
         counts, tokens = (checkpoint_name(value, "balance_counts") for value in sums)
@@ -134,33 +124,29 @@ class MoE(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B L D"],
-        around: Surroundings,
-        placement: Placement,
-        *,
+        inputs: BlockInputs,
+        execution: Execution,
         layer: Int32[Array, ""],
-        seed: int,
-        training: bool,
     ) -> tuple[Float[Array, "B L D"], RouterSums]:
-        config, real = self.model.router, around.real
+        config, padding_mask = self.model.router, inputs.padding_mask
         seen = x
-        if config.jitter_eps is not None and training:
-            seen = jitter(
-                x, config.jitter_eps, seed, around.step, layer, around.sequence, around.offsets
-            )
-        routing = self.router(seen, real, self._forced(around, placement, layer, seed))
-        terms = balance_terms(routing.scores, routing.experts, real, config=config)
+        if config.jitter_eps is not None and execution.training:
+            place = (layer, inputs.sequence, inputs.offsets)
+            seen = jitter(x, config.jitter_eps, execution.seed, inputs.step, *place)
+        routing = self.router(seen, padding_mask, self._forced(inputs, execution, layer))
+        terms = balance_terms(routing.scores, routing.experts, padding_mask, config=config)
         flat = x.reshape(-1, x.shape[-1])
         routes = (routing.experts, routing.weights)
         experts, weights = (value.reshape(-1, self.model.top_k) for value in routes)
-        y, dropped = placement.experts(
-            flat, experts, weights, real.reshape(-1), self.experts.weights()
+        y, dropped = execution.experts(
+            flat, experts, weights, padding_mask.reshape(-1), self.experts.weights()
         )
         y = y.reshape(x.shape)
         if self.shared is not None:
             y = y + self.shared(x)
         sums = RouterSums(
-            balance=self._balance(terms, placement),
-            z=z_sum(routing.logits, real),
+            balance=self._balance(terms, execution),
+            z=z_sum(routing.logits, padding_mask),
             counts=terms.counts.sum(axis=0, dtype=jnp.int32),
             dropped=dropped,
         )

@@ -1,7 +1,5 @@
 """Root-mean-square norm, computed in FP32 whatever the activations are."""
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -26,18 +24,17 @@ def rms_norm(
 class RMSNorm(nnx.Module):
     """The norm and its gain; the last `num_dims` dims are one vector to it."""
 
-    def __init__(
-        self,
-        make: Initialiser,
-        shape: Sequence[int],
-        dims: Sequence[str],
-        *,
-        eps: float,
-        num_dims: int = 1,
-    ):
+    def __init__(self, make: Initialiser, *, eps: float, num_dims: int = 1):
         self.eps = eps
         self.num_dims = num_dims
-        self.gain = make("gain", shape, dims, "ones")
+        self.gain = make("gain")
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         return rms_norm(x, self.gain[...], eps=self.eps, num_dims=self.num_dims)
+
+
+def optional_norm(make: Initialiser, name: str, *, eps: float, num_dims: int = 1) -> RMSNorm | None:
+    """Return the norm called `name`, or None if the model has none."""
+    if not make.has(name):
+        return None
+    return RMSNorm(make.inside(name), eps=eps, num_dims=num_dims)

@@ -8,21 +8,21 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.data.batch import IGNORED, Batch
+from olmo_jax.model.execution import Execution, Tree, one_device
 from olmo_jax.model.moe import RouterSums
-from olmo_jax.model.placement import ONE_DEVICE, Placement, Tree
 from olmo_jax.model.transformer import (
     Params,
     by_period,
     check_leaves,
     forward,
+    forward_pass,
     head_input,
     head_units,
-    walk,
 )
 from olmo_jax.ops.cross_entropy import cross_entropy
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """Sums over one device's tokens of one microbatch: nothing is divided yet."""
 
     cross_entropy: Float32[Array, ""]
@@ -31,14 +31,14 @@ class Sums(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """Of the global batch: T tokens that count in the loss, R real ones."""
+    """Of the global batch: T tokens in the loss mask, R that are not padding."""
 
-    counted: Float32[Array, ""]
-    real: Float32[Array, ""]
+    loss_tokens: Float32[Array, ""]
+    real_tokens: Float32[Array, ""]
 
 
 class Parts(NamedTuple):
-    """Unweighted losses: per counted token, and per real token summed over routed layers."""
+    """Unweighted losses: a token of the loss mask, and a real token summed over routed layers."""
 
     cross_entropy: Float32[Array, ""]
     z: Float32[Array, ""]
@@ -46,53 +46,51 @@ class Parts(NamedTuple):
     router_z: Float32[Array, ""]
 
 
-def labels_that_count(batch: Batch) -> Array:
-    """Return the labels, -100 also where a position is not real."""
-    return jnp.where(batch.real, batch.labels, IGNORED)
+def masked_labels(batch: Batch) -> Array:
+    """Return the labels, -100 also where a position is padding."""
+    return jnp.where(batch.padding_mask, batch.labels, IGNORED)
 
 
 def count(batch: Batch) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
-    """Return how many positions count in the loss, and how many are real."""
-    counted = (labels_that_count(batch) != IGNORED).sum(dtype=jnp.int32)
-    return counted, jnp.asarray(batch.real).sum(dtype=jnp.int32)
+    """Return how many positions are in the loss mask, and how many are not padding."""
+    loss_tokens = (masked_labels(batch) != IGNORED).sum(dtype=jnp.int32)
+    return loss_tokens, jnp.asarray(batch.padding_mask).sum(dtype=jnp.int32)
 
 
 def batch_sums(
     config: Config,
     params: dict[str, Any],
     batch: Batch,
-    placement: Placement,
-    *,
+    execution: Execution,
     step: Int32[Array, ""],
-    training: bool,
-) -> Sums:
+) -> LossSums:
     """Run the model on one microbatch; `params` are as `forward` takes them."""
-    way = walk(config.model, batch, placement, step=step, seed=config.seed, training=training)
-    hidden, router = forward(way, params, batch.tokens)
-    entropy, z = leave(config, params, hidden, labels_that_count(batch), placement)
-    return Sums(entropy, z, router)
+    run = forward_pass(config.model, batch, execution, step)
+    hidden, router = forward(run, params, batch.tokens)
+    entropy, z = head_losses(config, params, hidden, masked_labels(batch), execution)
+    return LossSums(entropy, z, router)
 
 
-def leave(
+def head_losses(
     config: Config,
     params: dict[str, Any],
     hidden: Float[Array, "B L D"],
     labels: Int32[Array, "B L"],
-    placement: Placement,
+    execution: Execution,
 ) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
     """Return the sums of cross entropy and z-loss over the labels that are not -100."""
-    head = placement.recomputed(partial(_head_sums, config, placement))
+    head = execution.rematerialize(partial(_head_sums, config, execution))
     return head(head_units(config.model, params), hidden, labels)
 
 
 def _head_sums(
     config: Config,
-    placement: Placement,
+    execution: Execution,
     units: tuple[Tree, ...],
     hidden: Float[Array, "B L D"],
     labels: Int32[Array, "B L"],
 ) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
-    normed, weight = head_input(config.model, units, hidden, placement)
+    normed, weight = head_input(config.model, units, hidden, execution)
     return cross_entropy(
         normed.reshape(-1, config.model.d_model),
         weight,
@@ -101,15 +99,15 @@ def _head_sums(
     )
 
 
-def divide(sums: Sums, divisors: Divisors) -> Parts:
+def divide(sums: LossSums, divisors: Divisors) -> Parts:
     """Return the losses of these sums' tokens as their share of the global batch's."""
     zero = jnp.zeros((), jnp.float32)
     router = sums.router
     return Parts(
-        sums.cross_entropy / divisors.counted,
-        sums.z / divisors.counted,
-        zero if router is None else router.balance.sum() / divisors.real,
-        zero if router is None else router.z.sum() / divisors.real,
+        sums.cross_entropy / divisors.loss_tokens,
+        sums.z / divisors.loss_tokens,
+        zero if router is None else router.balance.sum() / divisors.real_tokens,
+        zero if router is None else router.z.sum() / divisors.real_tokens,
     )
 
 
@@ -129,19 +127,15 @@ def objective(
 ) -> tuple[Float32[Array, ""], Parts]:
     """Return the training objective of a whole batch and its parts: one device, FP32, no drop.
 
-    The oracle of every parallel method. Router biases are leaves of `params`, without gradient.
+    The oracle of every parallel method. Expert biases are leaves of `params`, without gradient.
     `step` is the number of optimizer steps before this one; it only draws forced routes and jitter.
     """
     check_leaves(config.model, params)
     batch = Batch(*map(jnp.asarray, batch))
     stored = by_period(config.model, params)
-    sums = batch_sums(
-        _exact(config), stored, batch, ONE_DEVICE, step=jnp.int32(step), training=True
-    )
-    counted, real = count(batch)
-    divisors = Divisors(
-        jnp.maximum(counted, 1).astype(jnp.float32), jnp.maximum(real, 1).astype(jnp.float32)
-    )
+    execution = one_device(seed=config.seed, training=True)
+    sums = batch_sums(_exact(config), stored, batch, execution, jnp.int32(step))
+    divisors = Divisors(*(jnp.maximum(number, 1).astype(jnp.float32) for number in count(batch)))
     parts = divide(sums, divisors)
     return total(config, parts), parts
 
@@ -159,15 +153,15 @@ def _plain_batch(
     if segment_ids is None:
         segment_ids = jnp.ones_like(tokens)
     segments = jnp.asarray(segment_ids, jnp.int32)
-    place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    offsets = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     begins = segments != jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    start = jnp.maximum.accumulate(jnp.where(begins, place, 0), axis=1)
+    start = jnp.maximum.accumulate(jnp.where(begins, offsets, 0), axis=1)
     return Batch(
         tokens=tokens,
         labels=jnp.asarray(labels, jnp.int32),
         segment_ids=segments,
-        positions=place - start,
-        real=jnp.ones(tokens.shape, bool),
+        positions=offsets - start,
+        padding_mask=jnp.ones(tokens.shape, bool),
         sequence=jnp.arange(rows, dtype=jnp.int32),
     )
 
@@ -182,10 +176,10 @@ def apply(
     check_leaves(config, params)
     batch = _plain_batch(tokens, jnp.full(tokens.shape, IGNORED), segment_ids)
     exact = config.model_copy(update={"dtype": "float32"})
-    stored, step = by_period(exact, params), jnp.int32(0)
-    way = walk(exact, batch, ONE_DEVICE, step=step, seed=0, training=False)
-    hidden, _ = forward(way, stored, batch.tokens)
-    normed, weight = head_input(exact, head_units(exact, stored), hidden, ONE_DEVICE)
+    stored, execution = by_period(exact, params), one_device()
+    run = forward_pass(exact, batch, execution, jnp.int32(0))
+    hidden, _ = forward(run, stored, batch.tokens)
+    normed, weight = head_input(exact, head_units(exact, stored), hidden, execution)
     return jnp.matmul(normed, weight)
 
 
@@ -197,5 +191,5 @@ def loss(
     batch = _plain_batch(tokens, labels, None)
     whole = _exact(Config(model=config))
     stored = by_period(config, params)
-    sums = batch_sums(whole, stored, batch, ONE_DEVICE, step=jnp.int32(0), training=False)
+    sums = batch_sums(whole, stored, batch, one_device(), jnp.int32(0))
     return sums.cross_entropy / jnp.maximum(count(batch)[0], 1)

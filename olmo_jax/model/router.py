@@ -1,7 +1,6 @@
 """The router: which experts a token goes to, and how much each of them counts. FP32 throughout."""
 
 import math
-from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from olmo_jax.config.records import ModelConfig, RouterConfig
-from olmo_jax.model.initialise import Initialiser, RouterBias
+from olmo_jax.model.initialise import Initialiser
 from olmo_jax.ops.hashing import uniform
 
 Forced = Literal["random", "uniform"]
@@ -111,7 +110,7 @@ def route(
     config: RouterConfig,
     top_k: int,
     selection: Int32[Array, "B L A"] | None = None,
-    real: Bool[Array, "B L"] | None = None,
+    padding_mask: Bool[Array, "B L"] | None = None,
 ) -> Routing:
     """Choose each token's experts and their combine weights; `selection` takes the choice away.
 
@@ -119,8 +118,8 @@ def route(
     Source: olmo_core 3.0.0, nn/moe/v2/router.py, MoERouterV2.forward.
     Differs: a forced choice leaves the scores alone, so the weights always come from the router.
     """
-    if real is not None:
-        x = jnp.where(real[..., None], x, 0)
+    if padding_mask is not None:
+        x = jnp.where(padding_mask[..., None], x, 0)
     logits = _logits(x, weight, bias)
     scores = _gate(logits, config)
     experts = selection
@@ -184,20 +183,15 @@ class Router(nnx.Module):
     """The leaves of a router, and its forward."""
 
     def __init__(self, model: ModelConfig, make: Initialiser):
-        config, num_experts, width = model.router, model.num_experts, model.d_model
-        has_score_bias = config.bias_gamma is not None or config.score_correction_bias
-        zeros = partial(make, shape=(num_experts,), dims=("router_experts",), kind="zeros")
-        self.config, self.top_k = config, model.top_k
-        self.weight = make(
-            "weight", (num_experts, width), ("router_experts", "d_model"), "router", fan_in=width
-        )
-        self.bias = zeros("bias") if config.bias else None
-        self.score_bias = zeros("score_bias", variable=RouterBias) if has_score_bias else None
+        self.config, self.top_k = model.router, model.top_k
+        self.weight = make("weight")
+        self.bias = make.optional("bias")
+        self.score_bias = make.optional("score_bias")
 
     def __call__(
         self,
         x: Float[Array, "B L D"],
-        real: Bool[Array, "B L"] | None = None,
+        padding_mask: Bool[Array, "B L"] | None = None,
         selection: Int32[Array, "B L A"] | None = None,
     ) -> Routing:
         """Route the real tokens of x."""
@@ -209,5 +203,5 @@ class Router(nnx.Module):
             config=self.config,
             top_k=self.top_k,
             selection=selection,
-            real=real,
+            padding_mask=padding_mask,
         )

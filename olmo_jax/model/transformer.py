@@ -1,7 +1,7 @@
 """The whole model: embedding, blocks (the homogeneous ones scanned), head.
 
 Parameters are one flat dict from dotted names to arrays. Inside, a unit is what is read at once:
-the embedding, one block, or the head; `Placement.read` turns each, as stored, into its weights.
+the embedding, one block, or the head; `Execution.unshard` turns each, as stored, into its weights.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,24 +18,20 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, Key
 
-from olmo_jax.config.layers import Grid, is_routed, layer_plan, window_of
+from olmo_jax.arch.layers import StageLayout, is_routed, layer_groups, window_of
+from olmo_jax.arch.parameters import STACKED, STAGED, block, ends, leaves
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.data.batch import Batch
 from olmo_jax.errors import UserError
-from olmo_jax.mesh.rules import STACKED, STAGED
 from olmo_jax.model.block import Block
-from olmo_jax.model.initialise import Initialiser, RouterBias
-from olmo_jax.model.moe import RouterSums, Surroundings, surroundings
-from olmo_jax.model.norm import RMSNorm
-from olmo_jax.model.placement import Placement, Tree
+from olmo_jax.model.execution import Execution, Tree
+from olmo_jax.model.initialise import ExpertBias, Initialiser
+from olmo_jax.model.moe import BlockInputs, RouterSums, block_inputs
+from olmo_jax.model.norm import RMSNorm, optional_norm
 from olmo_jax.ops.embedding import embed
 
 Params = dict[str, Array]
 """Dotted name to array: `body.attention.q`, `leading.0.mlp.down`, `head.weight`."""
-
-
-def _norm(model: ModelConfig, make: Initialiser) -> RMSNorm:
-    return RMSNorm(make.inside("norm"), (model.d_model,), ("d_model",), eps=model.norm_eps)
 
 
 class Embedding(nnx.Module):
@@ -46,9 +42,8 @@ class Embedding(nnx.Module):
 
     def __init__(self, model: ModelConfig, make: Initialiser):
         self.model = model
-        shape, dims = (model.vocab_size, model.d_model), ("vocab", "d_model")
-        self.weight = make("weight", shape, dims, "embedding")
-        self.norm = _norm(model, make) if model.embedding_norm else None
+        self.weight = make("weight")
+        self.norm = optional_norm(make, "norm", eps=model.norm_eps)
 
     def __call__(self, tokens: Int32[Array, "B L"]) -> Float[Array, "B L D"]:
         x = embed(self.weight[...], tokens, jnp.dtype(self.model.dtype))
@@ -62,67 +57,89 @@ class Head(nnx.Module):
     """The last norm and, unless it is the embedding's, the weight of the logits."""
 
     def __init__(self, model: ModelConfig, make: Initialiser):
-        self.norm = _norm(model, make)
-        shape, dims = (model.d_model, model.vocab_size), ("d_model", "vocab")
-        self.weight = None if model.tie_embeddings else make("weight", shape, dims, "head")
+        self.norm = RMSNorm(make.inside("norm"), eps=model.norm_eps)
+        self.weight = make.optional("weight")
 
 
 class Transformer(nnx.Module):
     """All leaves of the model, with values that depend on (seed, name, layer) alone.
 
-    The body's are stacked by layer, or by chunk, stage and place if `body` divides it.
+    The body's are stacked by layer, or by chunk, stage and layer of a stage if `stages` says so.
     """
 
-    def __init__(self, model: ModelConfig, key: Key[Array, ""], body: Grid | None = None):
-        plan, make = layer_plan(model), partial(Initialiser, key, model)
+    def __init__(self, model: ModelConfig, key: Key[Array, ""], stages: StageLayout | None = None):
+        groups, of_ends = layer_groups(model), Initialiser(key, model, ends(model))
+
+        def make_block(layers: np.ndarray, dims: tuple[str, ...], *, routed: bool) -> Block:
+            described = block(model, routed=routed)
+            make = Initialiser(key, model, described, layers=layers, dims=dims)
+            return Block(model, make, routed=routed)
 
         def single(layer: int) -> Block:
-            return Block(model, make("", np.array(layer)), routed=is_routed(model, layer))
+            return make_block(np.array(layer), (), routed=is_routed(model, layer))
 
-        self.embedding = Embedding(model, make("embedding."))
-        self.leading = nnx.List([single(layer) for layer in plan.leading])
-        layers, dims = np.array(plan.body), (STACKED,)
-        if body is not None:
-            layers, dims = body.model_layers(plan), STAGED
-        routed = is_routed(model, plan.body[0])
-        self.body = Block(model, make("", layers, dims), routed=routed)
-        self.trailing = nnx.List([single(layer) for layer in plan.trailing])
-        self.head = Head(model, make("head."))
+        self.embedding = Embedding(model, of_ends.inside("embedding"))
+        self.leading = nnx.List([single(layer) for layer in groups.leading])
+        layers, dims = np.array(groups.body), (STACKED,)
+        if stages is not None:
+            layers, dims = stages.model_layers(groups), STAGED
+        self.body = make_block(layers, dims, routed=is_routed(model, groups.body[0]))
+        self.trailing = nnx.List([single(layer) for layer in groups.trailing])
+        self.head = Head(model, of_ends.inside("head"))
 
 
 def _flatten(tree: Tree) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf for path, leaf in flatten_dict(tree).items()}
 
 
-def initialise(model: ModelConfig, seed: int, body: Grid | None = None) -> tuple[Params, Params]:
-    """Return the FP32 (parameters, router biases) of a run's first step.
+def initialise(
+    model: ModelConfig, seed: int, stages: StageLayout | None = None
+) -> tuple[Params, Params]:
+    """Return the FP32 (parameters, expert biases) of a run's first step.
 
-    With `body` its parameters are [chunks, ranks, places, ...], each made where it stands.
+    With `stages` its parameters are [chunks, ranks, layers of a stage, ...], each made where it
+    lives.
     """
-    whole, parts = jax.random.key(seed), (nnx.Param, RouterBias)
-    _, trained, bias = nnx.split(Transformer(model, whole, body), *parts)
-    if body is not None:
-        _, _, bias = nnx.split(Transformer(model, whole), *parts)
+    whole, kinds = jax.random.key(seed), (nnx.Param, ExpertBias)
+    _, trained, bias = nnx.split(Transformer(model, whole, stages), *kinds)
+    if stages is not None:
+        _, _, bias = nnx.split(Transformer(model, whole), *kinds)
     return _flatten(nnx.to_pure_dict(trained)), _flatten(nnx.to_pure_dict(bias))
 
 
 @cache
-def logical_dims(model: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Return the logical dim names of every leaf, router biases included."""
-    abstract = nnx.eval_shape(lambda: Transformer(model, jax.random.key(0)))
-    flat = nnx.to_flat_state(nnx.state(abstract))
-    return {".".join(map(str, path)): variable.get_metadata()["dims"] for path, variable in flat}
+def check_description(model: ModelConfig) -> None:
+    """Compare the leaves that the modules make with those that the model's description has.
+
+    Raises: ValueError that names a leaf which only one of the two has, or whose shape differs.
+    """
+    abstract = jax.eval_shape(lambda: initialise(model, 0))
+    made = {name: leaf.shape for leaves in abstract for name, leaf in leaves.items()}
+    described = {name: leaf.shape for name, leaf in leaves(model).items()}
+    differing = sorted({name for name, _ in made.items() ^ described.items()})
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"{name} is {made.get(name, 'no leaf')} in the modules and "
+            f"{described.get(name, 'no leaf')} in the description ({len(differing)} leaves "
+            "differ); olmo_jax/arch/parameters.py must describe what olmo_jax/model/ makes"
+        )
 
 
 @cache
 def _graphs(model: ModelConfig) -> dict[str, Any]:
     """Return how each kind of unit is put together, without its values."""
-    make = Initialiser(jax.random.key(0), model)
+    key = jax.random.key(0)
+    of_ends = Initialiser(key, model, ends(model))
+
+    def one_block(*, routed: bool) -> Block:
+        return Block(model, Initialiser(key, model, block(model, routed=routed)), routed=routed)
+
     units = {
-        "embedding": lambda: Embedding(model, make),
-        "dense": lambda: Block(model, make, routed=False),
-        "routed": lambda: Block(model, make, routed=True),
-        "head": lambda: Head(model, make),
+        "embedding": lambda: Embedding(model, of_ends.inside("embedding")),
+        "dense": lambda: one_block(routed=False),
+        "routed": lambda: one_block(routed=True),
+        "head": lambda: Head(model, of_ends.inside("head")),
     }
     if not model.num_routed_layers:
         del units["routed"]
@@ -134,12 +151,12 @@ def check_leaves(model: ModelConfig, params: Mapping[str, Any]) -> None:
 
     Raises: UserError that names the leaves: put together, they would be taken for one another.
     """
-    wanted = logical_dims(model).keys()
+    wanted = leaves(model).keys()
     missing, extra = sorted(wanted - params.keys()), sorted(params.keys() - wanted)
     if missing or extra:
         raise UserError(
             f"parameters lack {missing or 'nothing'} and have {extra or 'nothing'} that the model "
-            f"does not; it has {len(wanted)} leaves, router biases included; give exactly those of "
+            f"does not; it has {len(wanted)} leaves, expert biases included; give exactly those of "
             "olmo_jax.model.transformer.initialise"
         )
 
@@ -164,23 +181,21 @@ def take_member(member: int) -> Take:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """One microbatch on its way through the model; each method is one unit of it."""
+class ForwardPass:
+    """One microbatch on its way through the model; each method runs one unit of it."""
 
     model: ModelConfig
-    placement: Placement
-    around: Surroundings
-    seed: int
-    training: bool
+    execution: Execution
+    inputs: BlockInputs
 
     def embed(self, stored: Tree, tokens: Int32[Array, "B L"]) -> Float[Array, "B L D"]:
         """Return the rows of the embedding."""
 
         def unit(stored: Tree, tokens: Array) -> Array:
-            weights, tokens = self.placement.read(stored, tokens)
+            weights, tokens = self.execution.unshard(stored, tokens)
             return nnx.merge(_graphs(self.model)["embedding"], weights)(tokens)
 
-        return self.placement.recomputed(unit)(stored, tokens)
+        return self.execution.rematerialize(unit)(stored, tokens)
 
     def block(
         self,
@@ -194,42 +209,29 @@ class Walk:
     ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
         """Run block number `layer`, of the kind and window that the layer `like` has.
 
-        `take` gets its leaves out of those of a loop. Here, and not before: what backward keeps is
+        `take` gets its leaves out of those of a loop. Here, and not before: what backward saves is
         then what is looped over, not a copy.
         """
         model = self.model
         kind = "routed" if is_routed(model, like) else "dense"
 
         def unit(
-            stored: Tree, x: Array, around: Surroundings, layer: Array
+            stored: Tree, x: Array, inputs: BlockInputs, layer: Array
         ) -> tuple[Array, RouterSums | None]:
-            weights, x = self.placement.read(stored if take is None else take(stored), x)
+            taken = stored if take is None else take(stored)
+            weights, x = self.execution.unshard(taken, x)
             block = nnx.merge(_graphs(model)[kind], weights)
-            return block(
-                x,
-                around,
-                self.placement,
-                window=window_of(model, like),
-                layer=layer,
-                seed=self.seed,
-                training=self.training,
-            )
+            return block(x, inputs, self.execution, layer, window=window_of(model, like))
 
-        unit_of_loop = self.placement.recomputed(unit, scanned=scanned)
-        return unit_of_loop(stored, x, self.around, jnp.asarray(layer, jnp.int32))
+        unit_of_loop = self.execution.rematerialize(unit, scanned=scanned)
+        return unit_of_loop(stored, x, self.inputs, jnp.asarray(layer, jnp.int32))
 
 
-def walk(
-    model: ModelConfig,
-    batch: Batch,
-    placement: Placement,
-    *,
-    step: Int32[Array, ""],
-    seed: int,
-    training: bool,
-) -> Walk:
+def forward_pass(
+    model: ModelConfig, batch: Batch, execution: Execution, step: Int32[Array, ""]
+) -> ForwardPass:
     """Return the way of a microbatch through the model."""
-    return Walk(model, placement, surroundings(batch, placement, step), seed, training)
+    return ForwardPass(model, execution, block_inputs(batch, execution, step))
 
 
 def by_period(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
@@ -238,8 +240,8 @@ def by_period(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
     So they are scanned, one period of the window pattern at a time; and so an accumulator must lie
     for its layers' gradients to be added in place.
     """
-    plan = layer_plan(model)
-    shape = (len(plan.body) // plan.period, plan.period)
+    groups = layer_groups(model)
+    shape = (len(groups.body) // groups.period, groups.period)
     return {
         name: leaf.reshape(*shape, *leaf.shape[1:]) if name.startswith("body.") else leaf
         for name, leaf in params.items()
@@ -251,7 +253,7 @@ def by_chunk(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
 
     [chunks, periods of a stage, layers of a period, ...].
     """
-    period = layer_plan(model).period
+    period = layer_groups(model).period
     return {
         name: leaf.reshape(len(leaf), -1, period, *leaf.shape[3:])
         if name.startswith("body.")
@@ -261,11 +263,11 @@ def by_chunk(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scan_body(
-    way: Walk, stored: Tree, x: Float[Array, "B L D"]
+    run: ForwardPass, stored: Tree, x: Float[Array, "B L D"]
 ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
     """Scan the body, one period of the window pattern at a time."""
-    plan = layer_plan(way.model)
-    layers = jnp.array(plan.body, jnp.int32).reshape(-1, plan.period)
+    groups = layer_groups(run.model)
+    layers = jnp.array(groups.body, jnp.int32).reshape(-1, groups.period)
     # XLA takes the loop away from a scan of one period, and only a loop keeps the two computations
     # of a value apart.
     scanned = len(layers) > 1
@@ -273,9 +275,9 @@ def _scan_body(
     def one_period(x: Array, period: tuple[Tree, Array]) -> tuple[Array, RouterSums | None]:
         stored, layers = period
         sums = []
-        for member, like in enumerate(plan.body[: plan.period]):
+        for member, like in enumerate(groups.body[: groups.period]):
             take = take_member(member)
-            x, layer_sums = way.block(
+            x, layer_sums = run.block(
                 stored, x, layers[member], like=like, take=take, scanned=scanned
             )
             sums.append(layer_sums)
@@ -285,29 +287,29 @@ def _scan_body(
     return x, jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), sums)
 
 
-def enter(
-    way: Walk, params: dict[str, Any], tokens: Int32[Array, "B L"]
+def run_leading(
+    run: ForwardPass, params: dict[str, Any], tokens: Int32[Array, "B L"]
 ) -> tuple[Float[Array, "B L D"], list[RouterSums | None]]:
     """Return the input of the body, and the sums of each leading block."""
-    x, sums = way.embed(unit(params, "embedding"), tokens), []
-    for i, layer in enumerate(layer_plan(way.model).leading):
-        x, single = way.block(unit(params, f"leading.{i}"), x, layer, like=layer)
+    x, sums = run.embed(unit(params, "embedding"), tokens), []
+    for i, layer in enumerate(layer_groups(run.model).leading):
+        x, single = run.block(unit(params, f"leading.{i}"), x, layer, like=layer)
         sums.append(single)
     return x, sums
 
 
 def forward(
-    way: Walk, params: dict[str, Any], tokens: Int32[Array, "B L"]
+    run: ForwardPass, params: dict[str, Any], tokens: Int32[Array, "B L"]
 ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
     """Return the hidden state before the head's norm, and each routed layer's sums, stacked.
 
-    `params` are as the placement stores them, and the body's lie `by_period`.
+    `params` are as the execution stores them, and the body's lie `by_period`.
     """
-    x, leading = enter(way, params, tokens)
-    x, body = _scan_body(way, unit(params, "body"), x)
+    x, leading = run_leading(run, params, tokens)
+    x, body = _scan_body(run, unit(params, "body"), x)
     trailing = []
-    for i, layer in enumerate(layer_plan(way.model).trailing):
-        x, single = way.block(unit(params, f"trailing.{i}"), x, layer, like=layer)
+    for i, layer in enumerate(layer_groups(run.model).trailing):
+        x, single = run.block(unit(params, f"trailing.{i}"), x, layer, like=layer)
         trailing.append(single)
     return x, stack_sums(leading, body, trailing)
 
@@ -335,10 +337,10 @@ def head_input(
     model: ModelConfig,
     units: tuple[Tree, ...],
     hidden: Float[Array, "B L D"],
-    placement: Placement,
+    execution: Execution,
 ) -> tuple[Float[Array, "B L D"], Float[Array, "D V"]]:
     """Return the normalised hidden state and the weight that makes logits of it."""
-    weights, hidden = placement.read(units, hidden)
+    weights, hidden = execution.unshard(units, hidden)
     head = nnx.merge(_graphs(model)["head"], weights[0])
     normed = head.norm(hidden)
     if head.weight is not None:
@@ -352,14 +354,14 @@ def routed_rows(model: ModelConfig, names: Iterable[str]) -> list[int | slice]:
     An index for a leaf of one layer, a slice for the stacked ones: what selects its rows from
     arrays whose leading dim counts routed layers.
     """
-    plan = layer_plan(model)
-    first = {"leading": 0, "body": plan.body[0], "trailing": plan.body[-1] + 1}
+    groups = layer_groups(model)
+    first = {"leading": 0, "body": groups.body[0], "trailing": groups.body[-1] + 1}
     rows: list[int | slice] = []
     for name in names:
         group, number = name.split(".")[:2]
         start = first[group] - model.num_dense_layers
         if group == "body":
-            rows.append(slice(start, start + len(plan.body)))
+            rows.append(slice(start, start + len(groups.body)))
         else:
             rows.append(start + int(number))
     return rows

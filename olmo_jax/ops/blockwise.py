@@ -1,7 +1,7 @@
 """Attention block by block: an online softmax over a list of pairs (query block, key block).
 
 The list is made at trace time; where a block's positions begin may be known at run time only. So
-the same sums serve a whole sequence, and the keys of another rank.
+the same state serve a whole sequence, and the keys of another rank.
 """
 
 import math
@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int
 
+from olmo_jax.arch.sizes import block_pairs, block_size
 from olmo_jax.ops import varying
-from olmo_jax.plan.static_sizes import block_pairs, block_size
 
 LOWEST = -1e30
 """Below any logit, and finite: what a row that sees nothing has as its maximum."""
@@ -42,7 +42,7 @@ class Keys(NamedTuple):
     segments: Array | None
 
 
-class Sums(NamedTuple):
+class SoftmaxState(NamedTuple):
     """State of the online softmax, FP32: [blocks, B, K, G size, H], twice without H."""
 
     attended: Array
@@ -84,7 +84,7 @@ def visible(
     return seen & same & (query_segments >= 0)[:, :, None]
 
 
-def _to_blocks(x: Array, pieces: int, fill: int = 0) -> Array:
+def _padded_blocks(x: Array, pieces: int, fill: int = 0) -> Array:
     """Cut the positions of each piece into blocks: [B, L, ...] to [B, blocks, size, ...]."""
     size = block_size(x.shape[1] // pieces)
     parts = x.reshape(x.shape[0], pieces, -1, *x.shape[2:])
@@ -93,19 +93,21 @@ def _to_blocks(x: Array, pieces: int, fill: int = 0) -> Array:
     return padded.reshape(x.shape[0], -1, size, *x.shape[2:])
 
 
-def cut(x: Array, num_kv_heads: int, *, pieces: int = 1) -> Array:
+def to_blocks(x: Array, num_kv_heads: int, *, pieces: int = 1) -> Array:
     """Cut [B, L, K G, H], of so many equal pieces, to [blocks, B, K, G size, H].
 
     Each piece ends in zeros where it is no whole number of blocks.
     """
-    blocks = _to_blocks(x, pieces)
+    blocks = _padded_blocks(x, pieces)
     num_sequences, num_blocks, size, _, width = blocks.shape
     blocks = blocks.reshape(num_sequences, num_blocks, size, num_kv_heads, -1, width)
     blocks = blocks.transpose(1, 0, 3, 4, 2, 5)
     return blocks.reshape(num_blocks, num_sequences, num_kv_heads, -1, width)
 
 
-def join(blocks: Array, shape: tuple[int, ...], dtype: DTypeLike, *, pieces: int = 1) -> Array:
+def from_blocks(
+    blocks: Array, shape: tuple[int, ...], dtype: DTypeLike, *, pieces: int = 1
+) -> Array:
     """Undo `cut` for a result of this shape and dtype."""
     num_blocks, num_sequences, num_kv_heads, _, width = blocks.shape
     piece = shape[1] // pieces
@@ -114,11 +116,11 @@ def join(blocks: Array, shape: tuple[int, ...], dtype: DTypeLike, *, pieces: int
     return x[:, :, :piece].reshape(shape).astype(dtype)
 
 
-def cut_segments(segment_ids: Array | None, *, pieces: int = 1) -> Array | None:
+def segment_blocks(segment_ids: Array | None, *, pieces: int = 1) -> Array | None:
     """Cut [B, L] to [blocks, B, size], -1 after the end of a piece."""
     if segment_ids is None:
         return None
-    return _to_blocks(segment_ids, pieces, fill=-1).swapaxes(0, 1)
+    return _padded_blocks(segment_ids, pieces, fill=-1).swapaxes(0, 1)
 
 
 def block_begins(starts: Int[Array, " pieces"], piece: int) -> Int[Array, " blocks"]:
@@ -163,50 +165,50 @@ def _logits(
     return jnp.where(seen, grouped, -jnp.inf).reshape(logits.shape)
 
 
-def no_sums(queries: Queries) -> Sums:
-    """Return the sums of queries that have seen nothing yet."""
+def empty_state(queries: Queries) -> SoftmaxState:
+    """Return the state of queries that have seen nothing yet."""
     blocks = queries.blocks
     attended = varying.like(jnp.zeros(blocks.shape, jnp.float32), blocks)
     totals = varying.like(jnp.zeros(blocks.shape[:-1], jnp.float32), blocks)
-    return Sums(attended, totals, totals + LOWEST)
+    return SoftmaxState(attended, totals, totals + LOWEST)
 
 
 def add_pairs(
-    sums: Sums,
+    state: SoftmaxState,
     pairs: Int[Array, "pairs 2"],
     queries: Queries,
     keys: Keys,
     *,
     window: int | None,
     scale: float,
-) -> Sums:
+) -> SoftmaxState:
     """Add what the queries see of the keys in these pairs of blocks.
 
     Source: Dao et al. 2022, FlashAttention, algorithm 1.
     """
 
-    def add(sums: Sums, pair: Array) -> tuple[Sums, None]:
+    def add(state: SoftmaxState, pair: Array) -> tuple[SoftmaxState, None]:
         i, j = pair
         logits = _logits(queries, keys, pair, window, scale)
-        before = _at(sums.highest, i)
+        before = _at(state.highest, i)
         after = jnp.maximum(before, logits.max(axis=-1))
         weights, shrink = jnp.exp(logits - after[..., None]), jnp.exp(before - after)
         attended = _dot("bkrc,bkch->bkrh", weights.astype(keys.v.dtype), _at(keys.v, j))
-        total = _at(sums.totals, i) * shrink + weights.sum(axis=-1)
-        attended = _at(sums.attended, i) * shrink[..., None] + attended
-        return Sums(
-            _put(sums.attended, attended, i),
-            _put(sums.totals, total, i),
-            _put(sums.highest, after, i),
+        total = _at(state.totals, i) * shrink + weights.sum(axis=-1)
+        attended = _at(state.attended, i) * shrink[..., None] + attended
+        return SoftmaxState(
+            _put(state.attended, attended, i),
+            _put(state.totals, total, i),
+            _put(state.highest, after, i),
         ), None
 
-    return lax.scan(add, sums, pairs)[0]
+    return lax.scan(add, state, pairs)[0]
 
 
-def finish(sums: Sums) -> tuple[Float32[Array, "..."], Float32[Array, "..."]]:
+def finish(state: SoftmaxState) -> tuple[Float32[Array, "..."], Float32[Array, "..."]]:
     """Return, in blocks, what was attended to and the logsumexp; 0 where nothing was seen."""
-    totals = jnp.where(sums.totals == 0.0, 1.0, sums.totals)
-    return sums.attended / totals[..., None], sums.highest + jnp.log(totals)
+    totals = jnp.where(state.totals == 0.0, 1.0, state.totals)
+    return state.attended / totals[..., None], state.highest + jnp.log(totals)
 
 
 def softmaxed(out: Array, d_out: Array, logsumexp: Array) -> Softmaxed:
@@ -266,9 +268,9 @@ Residuals = tuple[Array, Array, Array, Array | None, Array, Array]
 def _sides(q: Array, k: Array, v: Array, segment_ids: Array | None) -> tuple[Queries, Keys]:
     num_kv_heads = k.shape[2]
     begins = block_begins(jnp.zeros(1, jnp.int32), q.shape[1])
-    segments = cut_segments(segment_ids)
-    queries = Queries(cut(q, num_kv_heads), begins, segments)
-    return queries, Keys(cut(k, num_kv_heads), cut(v, num_kv_heads), begins, segments)
+    segments = segment_blocks(segment_ids)
+    queries = Queries(to_blocks(q, num_kv_heads), begins, segments)
+    return queries, Keys(to_blocks(k, num_kv_heads), to_blocks(v, num_kv_heads), begins, segments)
 
 
 def _forward(
@@ -276,9 +278,9 @@ def _forward(
 ) -> tuple[Array, Residuals]:
     queries, keys = _sides(q, k, v, segment_ids)
     pairs = jnp.asarray(block_pairs(q.shape[1], window))
-    sums = add_pairs(no_sums(queries), pairs, queries, keys, window=window, scale=scale)
-    attended, logsumexp = finish(sums)
-    out = checkpoint_name(join(attended, q.shape, q.dtype), "attention")
+    state = add_pairs(empty_state(queries), pairs, queries, keys, window=window, scale=scale)
+    attended, logsumexp = finish(state)
+    out = checkpoint_name(from_blocks(attended, q.shape, q.dtype), "attention")
     logsumexp = checkpoint_name(logsumexp, "attention_logsumexp")
     return out, (q, k, v, segment_ids, out, logsumexp)
 
@@ -288,12 +290,12 @@ def _backward(
 ) -> tuple[Array, Array, Array, None]:
     q, k, v, segment_ids, out, logsumexp = residuals
     queries, keys = _sides(q, k, v, segment_ids)
-    result = softmaxed(cut(out, k.shape[2]), cut(d_out, k.shape[2]), logsumexp)
+    result = softmaxed(to_blocks(out, k.shape[2]), to_blocks(d_out, k.shape[2]), logsumexp)
     pairs = jnp.asarray(block_pairs(q.shape[1], window))
     start = no_gradients(queries, keys)
     found = add_gradients(start, pairs, queries, result, keys, window=window, scale=scale)
     dq, dk, dv = (
-        join(blocks, x.shape, x.dtype) for blocks, x in zip(found, (q, k, v), strict=True)
+        from_blocks(blocks, x.shape, x.dtype) for blocks, x in zip(found, (q, k, v), strict=True)
     )
     return dq, dk, dv, None
 

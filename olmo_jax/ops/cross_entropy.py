@@ -8,8 +8,8 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Float32, Int32
 
+from olmo_jax.arch.sizes import pieces
 from olmo_jax.ops import varying
-from olmo_jax.plan.static_sizes import pieces
 
 IGNORED = -100
 

@@ -8,8 +8,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Int32
 
+from olmo_jax.arch.sizes import EMBEDDING_TILE, pieces
 from olmo_jax.ops import varying
-from olmo_jax.plan.static_sizes import EMBEDDING_TILE, pieces
 
 
 def embed(

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
+from olmo_jax.arch.sizes import CPU_TILE, num_visits, rest_rows, tile_rows
 from olmo_jax.ops import target, varying
-from olmo_jax.plan.static_sizes import CPU_TILE, num_visits, rest_rows, tile_rows
 
 # CUDA compute capabilities
 _HOPPER = 9.0

@@ -1,8 +1,12 @@
 """The mesh axes that a value varies over: constants must agree with the shards they meet."""
 
+from typing import Any
+
 import jax
 from jax import lax
 from jaxtyping import Array
+
+from olmo_jax.mesh.axes import AXES
 
 
 def axes_of(value: Array) -> frozenset[str]:
@@ -19,3 +23,12 @@ def vary_over(value: Array, axes: tuple[str, ...]) -> Array:
 def like(value: Array, reference: Array) -> Array:
     """Mark `value` as varying over the axes of `reference`: what a fresh scan carry needs."""
     return vary_over(value, tuple(sorted(axes_of(reference))))
+
+
+def vary_everywhere(tree: Any) -> Any:
+    """Mark every array as this device's own: varying over all mesh axes.
+
+    Of weights, this keeps gradients on the device. Without it autodiff inserts the reduction where
+    the weight is used: once a microbatch.
+    """
+    return jax.tree.map(lambda leaf: vary_over(leaf, AXES), tree)

@@ -18,16 +18,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Int32
 
-from olmo_jax.config.mesh_rules import PIECES
+from olmo_jax.arch.sizes import PIECES, Context, Hop, head_copies, held_pieces, ring_hops
 from olmo_jax.ops import blockwise as blocks
 from olmo_jax.ops.varying import like
-from olmo_jax.plan.static_sizes import (
-    Context,
-    Hop,
-    head_copies,
-    held_pieces,
-    ring_hops,
-)
 
 AXIS = "sequence"
 
@@ -129,7 +122,7 @@ class _Ring:
 
     def queries(self, q: Array, segments: Array, num_kv_heads: int) -> blocks.Queries:
         return blocks.Queries(
-            _cut(q, num_kv_heads),
+            _to_blocks(q, num_kv_heads),
             self.begins(self.owner(0), q.shape[1]),
             self.segments_of(segments, 0),
         )
@@ -138,8 +131,8 @@ class _Ring:
         """Return the blocks of keys and values that have come over `shift` ranks."""
         k, v = pair
         return blocks.Keys(
-            _cut(k, k.shape[2]),
-            _cut(v, k.shape[2]),
+            _to_blocks(k, k.shape[2]),
+            _to_blocks(v, k.shape[2]),
             self.begins(self.owner(shift), k.shape[1]),
             self.segments_of(segments, shift),
         )
@@ -148,7 +141,7 @@ class _Ring:
         num_local = segments.shape[1] // self.num_ranks
         begin = self.owner(shift) * num_local
         held = lax.dynamic_slice_in_dim(segments, begin, num_local, axis=1)
-        return blocks.cut_segments(held, pieces=PIECES["ring"])
+        return blocks.segment_blocks(held, pieces=PIECES["ring"])
 
     def owner(self, shift: int) -> Int[Array, ""]:
         """Return the rank whose keys have come over `shift` ranks to this one."""
@@ -171,12 +164,12 @@ class _Ring:
         return jnp.concatenate([across, jnp.where(earlier, first, last)])
 
 
-def _cut(x: Array, num_kv_heads: int) -> Array:
-    return blocks.cut(x, num_kv_heads, pieces=2)
+def _to_blocks(x: Array, num_kv_heads: int) -> Array:
+    return blocks.to_blocks(x, num_kv_heads, pieces=2)
 
 
-def _join(x: Array, like: Array, dtype: Any) -> Array:
-    return blocks.join(x, like.shape, dtype, pieces=2)
+def _from_blocks(x: Array, like: Array, dtype: Any) -> Array:
+    return blocks.from_blocks(x, like.shape, dtype, pieces=2)
 
 
 Saved = tuple[Array, Array, Array, Array, Array, Array]
@@ -187,18 +180,18 @@ def _ring_forward(
 ) -> tuple[Array, Saved]:
     queries = ring.queries(q, segments, k.shape[2])
 
-    def add(sums: blocks.Sums, pair: Pair, hop: Hop) -> blocks.Sums:
+    def add(state: blocks.SoftmaxState, pair: Pair, hop: Hop) -> blocks.SoftmaxState:
         keys, pairs = ring.keys(pair, segments, hop.shift), ring.pairs(hop, len(queries.blocks))
         limits = {"window": ring.window, "scale": ring.scale}
-        return blocks.add_pairs(sums, pairs, queries, keys, **limits)
+        return blocks.add_pairs(state, pairs, queries, keys, **limits)
 
     hops, pair = ring.hops(q.shape[1]), (k, v)
-    sums = add(blocks.no_sums(queries), pair, hops[0])
+    state = add(blocks.empty_state(queries), pair, hops[0])
     for before, hop in pairwise(hops):
         pair = ring.send(pair, hop.shift - before.shift)
-        sums = add(sums, pair, hop)
-    attended, logsumexp = blocks.finish(sums)
-    out = checkpoint_name(_join(attended, q, q.dtype), "attention")
+        state = add(state, pair, hop)
+    attended, logsumexp = blocks.finish(state)
+    out = checkpoint_name(_from_blocks(attended, q, q.dtype), "attention")
     logsumexp = checkpoint_name(logsumexp, "attention_logsumexp")
     return out, (q, k, v, segments, out, logsumexp)
 
@@ -207,7 +200,7 @@ def _ring_backward(ring: _Ring, saved: Saved, d_out: Array) -> tuple[Array, Arra
     """Send keys and values round again, and after them the gradients that they have so far."""
     q, k, v, segments, out, logsumexp = saved
     queries = ring.queries(q, segments, k.shape[2])
-    result = blocks.softmaxed(_cut(out, k.shape[2]), _cut(d_out, k.shape[2]), logsumexp)
+    result = blocks.softmaxed(_to_blocks(out, k.shape[2]), _to_blocks(d_out, k.shape[2]), logsumexp)
 
     def add(dq: Array | None, pair: Pair, hop: Hop) -> tuple[Array, Pair]:
         keys, pairs = ring.keys(pair, segments, hop.shift), ring.pairs(hop, len(queries.blocks))
@@ -215,7 +208,10 @@ def _ring_backward(ring: _Ring, saved: Saved, d_out: Array) -> tuple[Array, Arra
         start = start if dq is None else start._replace(q=dq)
         limits = {"window": ring.window, "scale": ring.scale}
         found = blocks.add_gradients(start, pairs, queries, result, keys, **limits)
-        return found.q, (_join(found.k, k, jnp.float32), _join(found.v, v, jnp.float32))
+        return found.q, (
+            _from_blocks(found.k, k, jnp.float32),
+            _from_blocks(found.v, v, jnp.float32),
+        )
 
     hops, pair = ring.hops(q.shape[1]), (k, v)
     dq, home = add(None, pair, hops[0])
@@ -229,7 +225,7 @@ def _ring_backward(ring: _Ring, saved: Saved, d_out: Array) -> tuple[Array, Arra
         back = ring.send(away, ring.num_ranks - hops[-1].shift)
         home = jax.tree.map(jnp.add, home, back)
     dk, dv = (gradient.astype(k.dtype) for gradient in home)
-    return _join(dq, q, q.dtype), dk, dv, None
+    return _from_blocks(dq, q, q.dtype), dk, dv, None
 
 
 def _ring_value(q: Array, k: Array, v: Array, segments: Array, ring: _Ring) -> Array:

@@ -6,20 +6,22 @@ from jaxtyping import Array, Float, Float32
 
 
 @jax.custom_vjp
-def attach(weight: Float[Array, "..."], sink: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """Return `weight` typed float32; its FP32 gradient goes to `sink`, whose values are not read.
+def attach(
+    weight: Float[Array, "..."], accumulator: Float32[Array, "..."]
+) -> Float32[Array, "..."]:
+    """Return `weight` typed float32; its FP32 gradient goes to `accumulator`.
 
     The operations of the model cast it back to the compute dtype, which undoes this cast, and
     hand back FP32 weight gradients. A cotangent of a bf16 weight would have to be bf16.
     """
-    del sink
+    del accumulator
     return weight.astype(jnp.float32)
 
 
 def _attach_forward(
-    weight: Float[Array, "..."], sink: Float32[Array, "..."]
+    weight: Float[Array, "..."], accumulator: Float32[Array, "..."]
 ) -> tuple[Float32[Array, "..."], None]:
-    return attach(weight, sink), None
+    return attach(weight, accumulator), None
 
 
 def _attach_backward(

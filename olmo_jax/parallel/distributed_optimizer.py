@@ -7,25 +7,25 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from olmo_jax.mesh.rules import Placed, axes_used, cuts, replica_axes
+from olmo_jax.mesh.specs import ParameterSpecs, added_axes, axes_used, replica_axes
 
 
-def reduce_to_main(gradient: Float32[Array, "..."], placed: Placed) -> Float32[Array, "..."]:
+def reduce_to_main(gradient: Float32[Array, "..."], specs: ParameterSpecs) -> Float32[Array, "..."]:
     """Sum a device's own gradient over all replicas and leave each its shard.
 
     Comm: FP32, once a step: a reduce-scatter over the axes that `main` adds to `resident`
     (4 (n-1)/n bytes an element), an all-reduce over what stays a replica axis.
     """
-    left = replica_axes(placed.main)
+    left = replica_axes(specs.main)
     with jax.named_scope("reduce_gradients"):
-        for dim, axes in cuts(placed.resident, placed.main):
+        for dim, axes in added_axes(specs.resident, specs.main):
             dim += gradient.ndim
             gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
         return lax.psum(gradient, left) if left else gradient
 
 
 def gather_to_resident(
-    main: Float32[Array, "..."], placed: Placed, dtype: jnp.dtype
+    main: Float32[Array, "..."], specs: ParameterSpecs, dtype: jnp.dtype
 ) -> Float[Array, "..."]:
     """Cast the updated shard to the compute dtype, and give every replica the whole of it.
 
@@ -33,14 +33,14 @@ def gather_to_resident(
     """
     weight = main.astype(dtype)
     with jax.named_scope("gather_weights"):
-        for dim, axes in cuts(placed.resident, placed.main):
+        for dim, axes in added_axes(specs.resident, specs.main):
             dim += weight.ndim
             weight = lax.all_gather(weight, axes, axis=dim, tiled=True, to="invarying")
     return weight
 
 
 def global_norm(
-    gradients: dict[str, Float32[Array, "..."]], placed: dict[str, Placed]
+    gradients: dict[str, Float32[Array, "..."]], specs: dict[str, ParameterSpecs]
 ) -> Float32[Array, ""]:
     """Return the norm of all logical gradients, each element once, the same on every rank.
 
@@ -48,7 +48,7 @@ def global_norm(
     """
     squares = defaultdict(list)
     for name, gradient in gradients.items():
-        squares[axes_used(placed[name].main)].append(jnp.sum(jnp.square(gradient)))
+        squares[axes_used(specs[name].main)].append(jnp.sum(jnp.square(gradient)))
     with jax.named_scope("gradient_norm"):
         sums = [_sum_over(jnp.stack(parts).sum(), axes) for axes, parts in squares.items()]
     return jnp.sqrt(jnp.stack(sums).sum())

@@ -16,8 +16,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from olmo_jax.arch.sizes import capacity, received_rows
 from olmo_jax.ops.varying import like
-from olmo_jax.plan.static_sizes import capacity, received_rows
 
 Axes = str | tuple[str, ...] | None
 """The mesh axes that the group spans; None for a group of one rank."""
@@ -26,7 +26,7 @@ Experts = Callable[[Float[Array, "R D"], Int32[Array, " e"]], Float[Array, "R D"
 """The local experts: (rows sorted by expert, rows of each) to rows; rows past the last are dead."""
 
 
-class Plan(NamedTuple):
+class RoutePlan(NamedTuple):
     """Where rows go. `W` ranks in the group, `t` tokens each, `A` routes a token.
 
     `row_of_route[i, a]` is the row, here, of route a of the group's token i; -1 if it went
@@ -53,14 +53,14 @@ def keep_matrix(requested: Int32[Array, "W W e"], limit: int) -> Int32[Array, "W
 
 
 def number_routes(
-    experts: Int32[Array, "t A"], real: Bool[Array, " t"], num_experts: int
+    experts: Int32[Array, "t A"], padding_mask: Bool[Array, " t"], num_experts: int
 ) -> tuple[Int32[Array, "t A"], Int32[Array, " E"]]:
     """Return each route's number among this rank's routes to the same expert, and the counts.
 
     Routes are taken token by token, slot by slot; those of a token that is not real come last and
     count nowhere.
     """
-    owner = jnp.where(real[:, None], experts, num_experts).reshape(-1)
+    owner = jnp.where(padding_mask[:, None], experts, num_experts).reshape(-1)
     order = jnp.argsort(owner, stable=True)
     place = (
         jnp.zeros_like(order)
@@ -74,7 +74,7 @@ def number_routes(
 
 
 class RouteMap(NamedTuple):
-    """Destination rank and row of each route; -1 where it was dropped or its token is not real."""
+    """Destination rank and row of each route; -1 where it was dropped or its token is not padding_mask."""
 
     rank: Int32[Array, "t A"]
     row: Int32[Array, "t A"]
@@ -83,7 +83,7 @@ class RouteMap(NamedTuple):
 def map_routes(
     experts: Int32[Array, "t A"],
     number: Int32[Array, "t A"],
-    real: Bool[Array, " t"],
+    padding_mask: Bool[Array, " t"],
     keep: Int32[Array, "W W e"],
     me: Int32[Array, ""] | int,
 ) -> RouteMap:
@@ -98,7 +98,7 @@ def map_routes(
     base = jnp.cumsum(per_expert, axis=1) - per_expert
     earlier = jnp.cumsum(keep, axis=0) - keep
     start = base + earlier[me]
-    kept = (number < keep[me][rank, local]) & real[:, None]
+    kept = (number < keep[me][rank, local]) & padding_mask[:, None]
     return RouteMap(jnp.where(kept, rank, -1), jnp.where(kept, start[rank, local] + number, -1))
 
 
@@ -114,15 +114,15 @@ def _sum_scatter(value: Float32[Array, "Wt ..."], axis: Axes) -> Float32[Array, 
     return lax.psum_scatter(value, axis, scatter_dimension=0, tiled=True)
 
 
-def make_plan(
+def plan_routes(
     experts: Int32[Array, "t A"],
-    real: Bool[Array, " t"],
+    padding_mask: Bool[Array, " t"],
     *,
     num_experts: int,
     limit: int | None,
     axis: Axes,
     num_ranks: int,
-) -> Plan:
+) -> RoutePlan:
     """Decide which routes are kept, and where their rows lie.
 
     `limit` is the rows a rank accepts; None drops nothing, and nor does a group of one rank.
@@ -130,12 +130,12 @@ def make_plan(
     """
     num_tokens, top_k = experts.shape
     num_rows = received_rows(num_tokens, top_k, num_ranks, limit)
-    number, counts = number_routes(experts, real, num_experts)
+    number, counts = number_routes(experts, padding_mask, num_experts)
     me = 0 if axis is None else lax.axis_index(axis)
     with jax.named_scope("exchange_counts"):
         requested = _gather(counts, axis).reshape(num_ranks, num_ranks, num_experts // num_ranks)
         keep = keep_matrix(requested, num_rows)
-        mine = map_routes(experts, number, real, keep, me)
+        mine = map_routes(experts, number, padding_mask, keep, me)
         rank, row = _gather(mine.rank, axis), _gather(mine.row, axis)
     here = jnp.where(rank == me, row, -1)
     route = like(jnp.arange(here.size, dtype=jnp.int32), here)
@@ -143,17 +143,17 @@ def make_plan(
     target = jnp.where(here < 0, num_rows + route.reshape(here.shape), here).reshape(-1)
     empty = like(jnp.full(num_rows, -1, jnp.int32), here)
     route_of_row = empty.at[target].set(route, mode="drop", unique_indices=True)
-    asked = real.sum(dtype=jnp.int32) * top_k
+    asked = padding_mask.sum(dtype=jnp.int32) * top_k
     dropped = asked - (mine.row >= 0).sum(dtype=jnp.int32)
     here, route_of_row, group_sizes = (
         checkpoint_name(part, "route_plan")
         for part in (here, route_of_row, keep[:, me].sum(axis=0))
     )
-    return Plan(here, route_of_row, group_sizes, checkpoint_name(dropped, "route_plan"))
+    return RoutePlan(here, route_of_row, group_sizes, checkpoint_name(dropped, "route_plan"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dispatch(x: Float[Array, "t D"], plan: Plan, axis: Axes) -> Float[Array, "R D"]:
+def dispatch(x: Float[Array, "t D"], plan: RoutePlan, axis: Axes) -> Float[Array, "R D"]:
     """Return the rows of this rank's experts, out of all tokens of the group.
 
     Rows past the last kept one hold some token's values: nothing may read them.
@@ -165,12 +165,14 @@ def dispatch(x: Float[Array, "t D"], plan: Plan, axis: Axes) -> Float[Array, "R 
 
 
 def _dispatch_forward(
-    x: Float[Array, "t D"], plan: Plan, axis: Axes
-) -> tuple[Float[Array, "R D"], tuple[Plan, Float[Array, "0"]]]:
+    x: Float[Array, "t D"], plan: RoutePlan, axis: Axes
+) -> tuple[Float[Array, "R D"], tuple[RoutePlan, Float[Array, "0"]]]:
     return dispatch(x, plan, axis), (plan, like(jnp.zeros(0, x.dtype), x))
 
 
-def _rows_of_routes(rows: Float[Array, "R D"], plan: Plan, slot: int) -> Float32[Array, "Wt D"]:
+def _rows_of_routes(
+    rows: Float[Array, "R D"], plan: RoutePlan, slot: int
+) -> Float32[Array, "Wt D"]:
     """Return, for slot `slot` of each token, its row in FP32, or zero if it has none here."""
     index = plan.row_of_route[:, slot]
     taken = rows[jnp.maximum(index, 0)].astype(jnp.float32)
@@ -178,7 +180,7 @@ def _rows_of_routes(rows: Float[Array, "R D"], plan: Plan, slot: int) -> Float32
 
 
 def _dispatch_backward(
-    axis: Axes, saved: tuple[Plan, Float[Array, "0"]], cotangent: Float[Array, "R D"]
+    axis: Axes, saved: tuple[RoutePlan, Float[Array, "0"]], cotangent: Float[Array, "R D"]
 ) -> tuple[Float[Array, "t D"], None]:
     plan, marker = saved
     slots = range(plan.row_of_route.shape[1])
@@ -195,7 +197,7 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def combine(
-    rows: Float[Array, "R D"], weights: Float32[Array, "t A"], plan: Plan, axis: Axes
+    rows: Float[Array, "R D"], weights: Float32[Array, "t A"], plan: RoutePlan, axis: Axes
 ) -> Float[Array, "t D"]:
     """Return each token's weighted sum of its rows: FP32 in slot order, one rounding at the end.
 
@@ -213,14 +215,14 @@ def combine(
 
 
 def _combine_forward(
-    rows: Float[Array, "R D"], weights: Float32[Array, "t A"], plan: Plan, axis: Axes
-) -> tuple[Float[Array, "t D"], tuple[Float[Array, "R D"], Float32[Array, "t A"], Plan]]:
+    rows: Float[Array, "R D"], weights: Float32[Array, "t A"], plan: RoutePlan, axis: Axes
+) -> tuple[Float[Array, "t D"], tuple[Float[Array, "R D"], Float32[Array, "t A"], RoutePlan]]:
     return combine(rows, weights, plan, axis), (rows, weights, plan)
 
 
 def _combine_backward(
     axis: Axes,
-    saved: tuple[Float[Array, "R D"], Float32[Array, "t A"], Plan],
+    saved: tuple[Float[Array, "R D"], Float32[Array, "t A"], RoutePlan],
     cotangent: Float[Array, "t D"],
 ) -> tuple[Float[Array, "R D"], Float32[Array, "t A"], None]:
     rows, weights, plan = saved
@@ -244,7 +246,7 @@ def exchange(
     x: Float[Array, "t D"],
     experts: Int32[Array, "t A"],
     weights: Float32[Array, "t A"],
-    real: Bool[Array, " t"],
+    padding_mask: Bool[Array, " t"],
     compute: Experts,
     *,
     num_experts: int,
@@ -257,8 +259,8 @@ def exchange(
     `capacity_factor=None` drops nothing; a group of one rank never does.
     """
     limit = None if capacity_factor is None else capacity(capacity_factor, *experts.shape)
-    plan = make_plan(
-        experts, real, num_experts=num_experts, limit=limit, axis=axis, num_ranks=num_ranks
+    plan = plan_routes(
+        experts, padding_mask, num_experts=num_experts, limit=limit, axis=axis, num_ranks=num_ranks
     )
     rows = checkpoint_name(dispatch(x, plan, axis), "expert_rows")
     y = combine(compute(rows, plan.group_sizes), weights, plan, axis)
@@ -269,7 +271,7 @@ def exchange_in_slices(
     x: Float[Array, "t D"],
     experts: Int32[Array, "t A"],
     weights: Float32[Array, "t A"],
-    real: Bool[Array, " t"],
+    padding_mask: Bool[Array, " t"],
     compute: Experts,
     *,
     num_experts: int,
@@ -302,6 +304,6 @@ def exchange_in_slices(
         )
         return total + dropped, y
 
-    parts = tuple(cut(value) for value in (x, experts, weights, real))
+    parts = tuple(cut(value) for value in (x, experts, weights, padding_mask))
     dropped, y = lax.scan(one, like(jnp.zeros((), jnp.int32), x), parts)
     return y.reshape(-1, x.shape[1])[: x.shape[0]], dropped

@@ -9,30 +9,30 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
-from olmo_jax.config.residuals import GATHERED
-from olmo_jax.mesh.rules import Cuts
+from olmo_jax.arch.activations import GATHERED
+from olmo_jax.mesh.specs import AddedAxes
 from olmo_jax.parallel import ddp
 
 
-def gather(shard: Float[Array, "..."], cuts: Cuts, dtype: jnp.dtype) -> Float[Array, "..."]:
-    """Cast a shard to `dtype` and return the whole weight of all ranks along the cuts.
+def gather(shard: Float[Array, "..."], added: AddedAxes, dtype: jnp.dtype) -> Float[Array, "..."]:
+    """Cast a shard to `dtype` and return the whole weight of all ranks along the added axes.
 
-    Comm: an all-gather in `dtype` along each cut's axes.
+    Comm: an all-gather in `dtype` along the axes of each dim.
     """
     weight = shard.astype(dtype)
     with jax.named_scope("gather_unit"):
-        for dim, axes in cuts:
+        for dim, axes in added:
             weight = lax.all_gather(weight, axes, axis=weight.ndim + dim, tiled=True)
     return weight
 
 
-def scatter(gradient: Float32[Array, "..."], cuts: Cuts) -> Float32[Array, "..."]:
-    """Sum a gradient over the ranks along the cuts, and leave each its shard.
+def scatter(gradient: Float32[Array, "..."], added: AddedAxes) -> Float32[Array, "..."]:
+    """Sum a gradient over the ranks along the added axes, and leave each its shard.
 
-    Comm: an FP32 reduce-scatter along each cut's axes.
+    Comm: an FP32 reduce-scatter along the axes of each dim.
     """
     with jax.named_scope("scatter_gradient"):
-        for dim, axes in cuts:
+        for dim, axes in added:
             dim += gradient.ndim
             gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
     return gradient
@@ -40,28 +40,33 @@ def scatter(gradient: Float32[Array, "..."], cuts: Cuts) -> Float32[Array, "..."
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def attach(
-    shard: Float[Array, "..."], sink: Float32[Array, "..."], cuts: Cuts, dtype: jnp.dtype
+    shard: Float[Array, "..."],
+    accumulator: Float32[Array, "..."],
+    added: AddedAxes,
+    dtype: jnp.dtype,
 ) -> Float32[Array, "..."]:
-    """Gather a weight and type it float32; `sink` gets this rank's shard of the summed gradient.
+    """Gather a weight and type it float32.
+
+    `accumulator` gets this rank's shard of the summed gradient.
 
     Comm: `gather` forward, `scatter` backward.
     """
-    return _attach_forward(shard, sink, cuts, dtype)[0]
+    return _attach_forward(shard, accumulator, added, dtype)[0]
 
 
 def _attach_forward(
-    shard: Array, sink: Array, cuts: Cuts, dtype: jnp.dtype
+    shard: Array, accumulator: Array, added: AddedAxes, dtype: jnp.dtype
 ) -> tuple[Float32[Array, "..."], None]:
     # Written out here: a recompute policy sees no name inside a nested custom_vjp call.
-    del sink
-    weight = checkpoint_name(gather(shard, cuts, dtype), GATHERED)
+    del accumulator
+    weight = checkpoint_name(gather(shard, added, dtype), GATHERED)
     return weight.astype(jnp.float32), None
 
 
 def _attach_backward(
-    cuts: Cuts, _: jnp.dtype, __: None, cotangent: Float32[Array, "..."]
+    added: AddedAxes, _: jnp.dtype, __: None, cotangent: Float32[Array, "..."]
 ) -> tuple[None, Float32[Array, "..."]]:
-    return None, scatter(cotangent, cuts)
+    return None, scatter(cotangent, added)
 
 
 attach.defvjp(_attach_forward, _attach_backward)
@@ -69,26 +74,26 @@ attach.defvjp(_attach_forward, _attach_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def attach_gathered(
-    weight: Float[Array, "..."], sink: Float32[Array, "..."], cuts: Cuts
+    weight: Float[Array, "..."], accumulator: Float32[Array, "..."], added: AddedAxes
 ) -> Float32[Array, "..."]:
-    """Type a weight that was gathered before float32; `sink` gets the shard of its gradient.
+    """Type a weight that was gathered before float32; `accumulator` gets the shard of its gradient.
 
     Comm: backward `scatter`.
     """
-    return ddp.attach(weight, sink)
+    return ddp.attach(weight, accumulator)
 
 
 def _attach_gathered_forward(
-    weight: Array, sink: Array, cuts: Cuts
+    weight: Array, accumulator: Array, added: AddedAxes
 ) -> tuple[Float32[Array, "..."], None]:
-    del cuts
-    return ddp.attach(weight, sink), None
+    del added
+    return ddp.attach(weight, accumulator), None
 
 
 def _attach_gathered_backward(
-    cuts: Cuts, _: None, cotangent: Float32[Array, "..."]
+    added: AddedAxes, _: None, cotangent: Float32[Array, "..."]
 ) -> tuple[None, Float32[Array, "..."]]:
-    return None, scatter(cotangent, cuts)
+    return None, scatter(cotangent, added)
 
 
 attach_gathered.defvjp(_attach_gathered_forward, _attach_gathered_backward)

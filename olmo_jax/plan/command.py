@@ -4,14 +4,16 @@ import json
 import math
 from pathlib import Path
 
-from olmo_jax.config import Config, with_mesh
+from olmo_jax.config import Config
 from olmo_jax.config.messages import listing
 from olmo_jax.errors import UserError
 from olmo_jax.mesh.axes import num_devices_wanted, resolve
-from olmo_jax.plan import report
+from olmo_jax.mesh.layout import Layout
+from olmo_jax.plan import render
 from olmo_jax.plan.hardware import machine
 from olmo_jax.plan.plan import Plan
-from olmo_jax.plan.search import search as search_meshes
+from olmo_jax.plan.search import search
+from olmo_jax.rules import with_mesh
 
 PICTURES = (".png", ".svg")
 
@@ -30,36 +32,39 @@ def sizes_for(config: Config, num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def plan(
-    config: Config,
-    *,
-    hardware: str,
-    num_devices: int | None,
-    search: bool,
-    as_json: bool,
-    picture: Path | None,
-    title: str,
-) -> str:
-    """Return the text of the command, and write the picture.
+def check_picture(picture: Path | None, *, search: bool) -> None:
+    """Refuse a picture that cannot be drawn.
 
-    Raises: UserError for options that do not fit each other or the config.
+    Raises: UserError for another kind of file, and for a picture of a search.
     """
     if picture is not None and (picture.suffix not in PICTURES or search):
         what = "goes with a plan, not with --search" if search else f"ends in {picture.suffix!r}"
         raise UserError(
             f"--picture {picture} {what}; use a name in {listing(PICTURES)} and one config"
         )
-    on, wanted = machine(hardware), num_devices or num_devices_wanted(config.mesh)
-    if search:
-        found = search_meshes(config, wanted, on)
-        if as_json:
-            return json.dumps(report.search_json(found), indent=2)
-        return report.search_text(found, on.name, wanted)
-    sizes = sizes_for(config, wanted)
-    made = Plan(with_mesh(config, sizes), sizes, on)
-    if picture is not None:
-        # Takes longer to import than all the rest.
-        from olmo_jax.plan.picture import draw
 
-        draw(made, f"{title} on {wanted} x {on.name}").savefig(picture, dpi=80)
-    return json.dumps(report.as_json(made), indent=2) if as_json else report.text(made)
+
+def planned(config: Config, hardware: str, num_devices: int | None) -> Plan:
+    """Return the plan of a config on a machine.
+
+    Raises: UserError for a machine that is not known, or devices that are not the mesh's.
+    """
+    sizes = sizes_for(config, num_devices or num_devices_wanted(config.mesh))
+    return Plan(Layout(with_mesh(config, sizes), sizes), machine(hardware))
+
+
+def rendered(plan: Plan, *, as_json: bool) -> str:
+    """Return the text of a plan, or its JSON."""
+    return json.dumps(render.as_json(plan), indent=2) if as_json else render.text(plan)
+
+
+def searched(config: Config, hardware: str, num_devices: int | None, *, as_json: bool) -> str:
+    """Return the ranking of every mesh of so many devices as text, or as JSON.
+
+    Raises: UserError for a machine that is not known.
+    """
+    on, wanted = machine(hardware), num_devices or num_devices_wanted(config.mesh)
+    found = search(config, wanted, on)
+    if as_json:
+        return json.dumps(render.search_json(found), indent=2)
+    return render.search_text(found, on.name, wanted)

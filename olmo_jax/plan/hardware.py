@@ -12,11 +12,12 @@ from olmo_jax.config.messages import listing, show
 from olmo_jax.config.records import Count, Fraction, Name, Positive, Record
 from olmo_jax.errors import UserError
 from olmo_jax.mesh.axes import AXES
-from olmo_jax.plan.flops import PEAK_FLOPS
 
 
 class Hardware(Record, frozen=True):
     """One device of a cluster; rates are what its data sheet says, each in one direction.
+
+    `peak_flops` is dense bf16.
 
     `node_bytes_per_s` is the link to the devices of the same node, `network_bytes_per_s` this
     device's share of the links to other nodes. The efficiencies are the parts of the rates that a
@@ -50,7 +51,7 @@ MACHINES = {
         # A100 80 GB SXM: 12 NVLink 3 links of 25 GB/s; one 200 Gb/s adapter a GPU.
         Hardware(
             name="a100",
-            peak_flops=PEAK_FLOPS["A100"],
+            peak_flops=312e12,
             memory_bytes=80 * GIB,
             memory_bytes_per_s=2.039e12,
             node_bytes_per_s=300e9,
@@ -59,7 +60,7 @@ MACHINES = {
         # H100 80 GB SXM: 18 NVLink 4 links of 25 GB/s; one 400 Gb/s adapter a GPU.
         Hardware(
             name="h100",
-            peak_flops=PEAK_FLOPS["H100"],
+            peak_flops=989.5e12,
             memory_bytes=81_559 * 2**20,
             memory_bytes_per_s=3.35e12,
             node_bytes_per_s=450e9,
@@ -67,7 +68,7 @@ MACHINES = {
         ),
         Hardware(
             name="h200",
-            peak_flops=PEAK_FLOPS["H200"],
+            peak_flops=989.5e12,
             memory_bytes=143_771 * 2**20,
             memory_bytes_per_s=4.8e12,
             node_bytes_per_s=450e9,
@@ -76,7 +77,7 @@ MACHINES = {
         # 18 NVLink 5 links of 50 GB/s; one 400 Gb/s adapter a GPU.
         Hardware(
             name="b200",
-            peak_flops=PEAK_FLOPS["B200"],
+            peak_flops=2.25e15,
             memory_bytes=183_359 * 2**20,
             memory_bytes_per_s=8e12,
             node_bytes_per_s=900e9,
@@ -85,7 +86,7 @@ MACHINES = {
         # The report's machine: 275,040 MiB, 18 links of 53.125 GB/s, one 800 Gb/s adapter a GPU.
         Hardware(
             name="b300",
-            peak_flops=PEAK_FLOPS["B300"],
+            peak_flops=2.25e15,
             memory_bytes=275_040 * 2**20,
             memory_bytes_per_s=8e12,
             node_bytes_per_s=956.25e9,

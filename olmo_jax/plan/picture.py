@@ -6,8 +6,6 @@ from matplotlib.figure import Figure
 from olmo_jax.plan.hardware import GIB
 from olmo_jax.plan.plan import Plan
 
-FORMATS = (".png", ".svg")
-
 
 def draw(plan: Plan, title: str) -> Figure:
     """Return the picture of a plan."""

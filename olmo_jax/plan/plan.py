@@ -1,23 +1,22 @@
 """The plan of a config on a mesh and a machine: what it holds, sends and takes. No device."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from olmo_jax.arch.flops import flops_per_token
+from olmo_jax.arch.parameters import active_parameters, total_parameters
+from olmo_jax.arch.sizes import ITEM_BYTES
 from olmo_jax.config.records import Config
-from olmo_jax.mesh.axes import expert_model_axes, num_expert_ranks
-from olmo_jax.plan.activations import Held, Workspace, held, workspace
+from olmo_jax.mesh.axes import expert_model_axes
+from olmo_jax.mesh.layout import Layout
+from olmo_jax.plan.activation_memory import Held, Workspace, held, workspace
 from olmo_jax.plan.communication import Traffic, communication
-from olmo_jax.plan.flops import flops_per_token
 from olmo_jax.plan.hardware import Hardware, link
-from olmo_jax.plan.memory import Memory, memory
-from olmo_jax.plan.parameters import active_parameters, total_parameters
-from olmo_jax.plan.placed import leaves
-from olmo_jax.plan.residuals import peak_live
-from olmo_jax.plan.static_sizes import ITEM_BYTES, num_microbatches
+from olmo_jax.plan.slots import peak_live
+from olmo_jax.plan.state_memory import STATE_BYTES, Memory, state_memory
 from olmo_jax.plan.step_time import (
     bubble_share,
     model_flops_utilisation,
@@ -25,9 +24,6 @@ from olmo_jax.plan.step_time import (
     term_of,
     transfer_s,
 )
-
-CHECKPOINT_BYTES = 12
-"""Of a parameter: main weight and two moments in FP32."""
 
 
 class MethodRow(NamedTuple):
@@ -56,13 +52,20 @@ class Plan:
     Raises: UserError, from its properties, if a parameter cannot be laid out on the mesh.
     """
 
-    config: Config
-    sizes: Mapping[str, int]
+    layout: Layout
     hardware: Hardware
 
     @property
+    def config(self) -> Config:
+        return self.layout.config
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self.layout.sizes
+
+    @property
     def num_devices(self) -> int:
-        return math.prod(self.sizes.values())
+        return self.layout.num_devices
 
     @property
     def total_parameters(self) -> int:
@@ -83,23 +86,23 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        return num_microbatches(self.config.train, self.sizes)
+        return self.layout.num_microbatches
 
     @property
     def checkpoint_bytes(self) -> int:
-        return CHECKPOINT_BYTES * self.total_parameters
+        return STATE_BYTES * self.total_parameters
 
     @cached_property
     def persistent(self) -> Memory:
-        return memory(self.config, self.sizes)
+        return state_memory(self.layout)
 
     @cached_property
     def held(self) -> Held:
-        return held(self.config, self.sizes)
+        return held(self.layout)
 
     @cached_property
     def workspace(self) -> Workspace:
-        return workspace(self.config, self.sizes)
+        return workspace(self.layout)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -130,14 +133,12 @@ class Plan:
 
     @cached_property
     def communication(self) -> tuple[Traffic, ...]:
-        return communication(self.config, self.sizes)
+        return communication(self.layout)
 
     @cached_property
     def terms(self) -> dict[str, float]:
         """Return the seconds of a step by term."""
-        return step_time(
-            self.config, self.sizes, self.hardware, self.communication, self.persistent
-        )
+        return step_time(self.layout, self.hardware, self.communication, self.persistent)
 
     @property
     def step_time_s(self) -> float:
@@ -150,13 +151,11 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        return model_flops_utilisation(
-            self.config, self.num_devices, self.step_time_s, self.hardware
-        )
+        return model_flops_utilisation(self.layout, self.step_time_s, self.hardware)
 
     @property
     def bubble(self) -> float:
-        return bubble_share(self.config, self.sizes)
+        return bubble_share(self.layout)
 
     @property
     def live_chunks(self) -> list[int]:
@@ -164,7 +163,7 @@ class Plan:
         ranks = self.sizes["pipeline"]
         if ranks == 1:
             return []
-        return [peak_live(self.config, self.sizes, rank) for rank in range(ranks)]
+        return [peak_live(self.layout, rank) for rank in range(ranks)]
 
     @cached_property
     def methods(self) -> list[MethodRow]:
@@ -198,9 +197,9 @@ def _method_of(plan: Plan, traffic: Traffic) -> str | None:
 
 def _expert_bytes(plan: Plan) -> int:
     """Return a rank's compute weights of its routed experts."""
-    experts = [leaf for leaf in leaves(plan.config, plan.sizes) if leaf.is_expert]
+    experts = [leaf for leaf in plan.layout.sharded if leaf.is_expert]
     item = ITEM_BYTES[plan.config.model.dtype]
-    return item * sum(leaf.elements(leaf.placed.compute) for leaf in experts)
+    return item * sum(leaf.elements(leaf.specs.compute) for leaf in experts)
 
 
 def _keeps(plan: Plan) -> dict[str, tuple[bool, str, str, int]]:
@@ -230,7 +229,7 @@ def _keeps(plan: Plan) -> dict[str, tuple[bool, str, str, int]]:
             state.persistent + state.gathered if is_fsdp else 0,
         ),
         "EP": (
-            num_expert_ranks(sizes, fold_sequence=parallel.fold_sequence) > 1,
+            plan.layout.num_expert_ranks > 1,
             " x ".join(expert_model_axes(fold_sequence=parallel.fold_sequence)),
             "its experts' compute weights",
             _expert_bytes(plan),

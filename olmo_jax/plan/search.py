@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from olmo_jax.arch.layers import layer_groups, least_padding
 from olmo_jax.config import Config
-from olmo_jax.config.layers import layer_plan, least_waste
 from olmo_jax.config.messages import divisors, show
-from olmo_jax.config.rules import violations
 from olmo_jax.errors import UserError
 from olmo_jax.mesh.axes import AXES
-from olmo_jax.plan.changes import changed
+from olmo_jax.mesh.layout import Layout
+from olmo_jax.plan.alternatives import changed
 from olmo_jax.plan.hardware import Hardware
 from olmo_jax.plan.plan import Plan
+from olmo_jax.rules.validation import violations
 
 SHOWN = 10
 
@@ -71,8 +72,8 @@ def meshes(num_devices: int) -> Iterator[dict[str, int]]:
 def _chunks(config: Config, ranks: int) -> tuple[int, ...]:
     if ranks == 1:
         return (1,)
-    plan = layer_plan(config.model)
-    found = least_waste(len(plan.body), ranks, period=plan.period)
+    plan = layer_groups(config.model)
+    found = least_padding(len(plan.body), ranks, period=plan.period)
     return tuple(chunks for chunks in found if chunks <= MOST_CHUNKS)
 
 
@@ -118,7 +119,7 @@ def _with_least_recompute(
         other = _in_config(config, candidate)
         if messages := violations(other):
             return ranked, messages[0]
-        ranked = Ranked(candidate, Plan(other, candidate.sizes, hardware))
+        ranked = Ranked(candidate, Plan(Layout(other, candidate.sizes), hardware))
         if ranked.plan.fits:
             break
     return ranked, ""

@@ -5,17 +5,20 @@ at a part of the link's. XLA hides some transfers behind products; the sum does 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-from olmo_jax.config.layers import body_grid, is_routed
-from olmo_jax.config.records import Config
+from olmo_jax.arch.activations import block_activations, saved_names
+from olmo_jax.arch.flops import flops_per_token
+from olmo_jax.arch.layers import is_routed
+from olmo_jax.mesh.layout import Layout
 from olmo_jax.parallel.pipeline import bubble
+from olmo_jax.parallel.pipeline.of_layout import schedule_of
 from olmo_jax.plan.communication import Traffic
-from olmo_jax.plan.flops import flops_per_token, step_flops
+from olmo_jax.plan.flops import hardware_flops
 from olmo_jax.plan.hardware import Hardware, bytes_per_s
-from olmo_jax.plan.memory import Memory
-from olmo_jax.plan.passes import passes, schedule_of
-from olmo_jax.plan.residuals import block_results
+from olmo_jax.plan.passes import passes
+from olmo_jax.plan.state_memory import Memory
 
 Sizes = Mapping[str, int]
 
@@ -59,17 +62,16 @@ class Shares(NamedTuple):
     idle: float
 
 
-def shares(config: Config, sizes: Sizes) -> Shares:
+def shares(layout: Layout) -> Shares:
     """Return how the runs of layers divide. A rank that is idle, and an empty place, run too."""
-    ranks, run = sizes["pipeline"], passes(config, sizes)
-    if ranks == 1:
+    ranks, run = layout.sizes["pipeline"], passes(layout)
+    if layout.stages is None:
         return Shares(1.0, 0.0, 0.0)
     body = run.num_body * len(run.body)
-    others = run.num_first * len(run.plan.leading) + run.num_last * len(run.plan.trailing)
+    others = run.num_first * len(run.groups.leading) + run.num_last * len(run.groups.trailing)
     of_body = body / (body + others)
-    grid = body_grid(config.model, ranks, config.parallel.pipeline_chunks)
     idle = (ranks - 1) / run.num_body
-    empty = (1 - idle) * grid.waste / grid.num_places
+    empty = (1 - idle) * layout.stages.num_padding / layout.stages.num_positions
     return Shares(1 - of_body * (idle + empty), of_body * empty, of_body * idle)
 
 
@@ -85,32 +87,34 @@ class Work(NamedTuple):
     ends: float
 
 
-def _executed(config: Config, sizes: Sizes) -> dict[str, int]:
-    flops = step_flops(config, sizes, executed=True)
-    return {kind: part.total for kind, part in flops.items()}
+def _hardware_flops(layout: Layout) -> dict[str, int]:
+    return {kind: part.total for kind, part in hardware_flops(layout).items()}
 
 
-def work(config: Config, sizes: Sizes) -> Work:
+def work(layout: Layout) -> Work:
     """Return what one device multiplies in a step, in idle ticks too."""
-    train = config.train.model_copy(update={"recompute": "none"})
-    kinds = _executed(config.model_copy(update={"train": train}), sizes)
-    again = sum(_executed(config, sizes).values()) - sum(kinds.values())
+    train = layout.train.model_copy(update={"recompute": "none"})
+    config = layout.config.model_copy(update={"train": train})
+    kinds = _hardware_flops(replace(layout, config=config))
+    again = sum(_hardware_flops(layout).values()) - sum(kinds.values())
     ends, attention = kinds["head"] + kinds["embedding"], kinds["attention_scores"]
     return Work(sum(kinds.values()) - ends - attention, attention, again, ends)
 
 
-def _memory_bytes(config: Config, sizes: Sizes, held: Memory) -> float:
+def _memory_bytes(layout: Layout, held: Memory) -> float:
     """Return what goes through memory in a step beside the operands of products.
 
     Results of blocks, and the FP32 accumulators, which every pass of a unit reads and writes.
     """
-    run, model = passes(config, sizes), config.model
+    run, model, saved = passes(layout), layout.model, saved_names(layout.config)
     results = {
-        routed: sum(each.num_bytes for each in block_results(config, sizes, routed=routed))
+        routed: sum(
+            each.num_bytes for each in block_activations(model, layout.device, saved, routed=routed)
+        )
         for routed in {is_routed(model, layer) for layer in range(model.num_layers)}
     }
     through = sum(results[is_routed(model, layer)] * times for layer, times in run.layers())
-    chunks = 1 if sizes["pipeline"] == 1 else config.parallel.pipeline_chunks
+    chunks = 1 if layout.stages is None else layout.config.parallel.pipeline_chunks
     return PASSES * through + 2 * held.gradients * run.num_body / chunks
 
 
@@ -133,14 +137,13 @@ def transfer_s(traffic: Traffic, hardware: Hardware, sizes: Sizes) -> float:
     return traffic.sent_bytes / rate + traffic.count * hardware.latency_s
 
 
-def bubble_share(config: Config, sizes: Sizes) -> float:
+def bubble_share(layout: Layout) -> float:
     """Return the part of a pipeline's time in which a rank has nothing to do."""
-    return 0.0 if sizes["pipeline"] == 1 else float(bubble(schedule_of(config, sizes)))
+    return 0.0 if layout.sizes["pipeline"] == 1 else float(bubble(schedule_of(layout)))
 
 
 def step_time(
-    config: Config,
-    sizes: Sizes,
+    layout: Layout,
     hardware: Hardware,
     traffic: tuple[Traffic, ...],
     held: Memory,
@@ -149,15 +152,15 @@ def step_time(
     matmul = hardware.peak_flops * hardware.matmul_efficiency
     scores = hardware.peak_flops * hardware.attention_efficiency
     memory = hardware.memory_bytes_per_s * hardware.memory_efficiency
-    multiplied, share = work(config, sizes), shares(config, sizes)
+    multiplied, share = work(layout), shares(layout)
     terms = dict.fromkeys(TERMS, 0.0)
     for each in traffic:
-        terms[term_of(each)] += transfer_s(each, hardware, sizes)
+        terms[term_of(each)] += transfer_s(each, hardware, layout.sizes)
     terms |= {
         "products": multiplied.products / matmul,
         "attention": multiplied.attention / scores,
         "recompute": multiplied.again / matmul,
-        "memory": _memory_bytes(config, sizes, held) / memory,
+        "memory": _memory_bytes(layout, held) / memory,
         "update": UPDATE_BYTES * held.main / 4 / memory,
     }
     # What layers do in empty places and idle ticks is told apart.
@@ -169,11 +172,9 @@ def step_time(
     return terms
 
 
-def model_flops_utilisation(
-    config: Config, num_devices: int, seconds: float, hardware: Hardware
-) -> float:
-    """Return useful FLOPs over what the devices' peaks would do in that time."""
-    train = config.train
+def model_flops_utilisation(layout: Layout, seconds: float, hardware: Hardware) -> float:
+    """Return model FLOPs over what the devices' peaks would do in that time."""
+    train = layout.train
     tokens = train.global_batch * train.sequence_length
-    useful = flops_per_token(config.model, train.sequence_length) * tokens
-    return useful / (num_devices * hardware.peak_flops * seconds)
+    needed = flops_per_token(layout.model, train.sequence_length) * tokens
+    return needed / (layout.num_devices * hardware.peak_flops * seconds)

@@ -4,17 +4,18 @@ import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from olmo_jax.config import Config, with_mesh, without_effect
-from olmo_jax.config.layers import body_grid, layer_plan, least_waste
+from olmo_jax.arch.layers import body_stages, least_padding
+from olmo_jax.arch.parameters import active_parameters, parameters, total_parameters
+from olmo_jax.config import Config
 from olmo_jax.config.messages import listing
 from olmo_jax.config.records import OptimConfig
-from olmo_jax.mesh.axes import DENSE_DATA_AXES, num_devices_wanted, resolve
-from olmo_jax.plan.flops import step_flops
-from olmo_jax.plan.memory import memory, whole_when_saved
-from olmo_jax.plan.parameters import active_parameters, parameter_shapes, total_parameters
+from olmo_jax.mesh.axes import num_devices_wanted, resolve
+from olmo_jax.mesh.layout import Layout
+from olmo_jax.plan.flops import device_model_flops, hardware_flops
 from olmo_jax.plan.passes import num_ticks
-from olmo_jax.plan.residuals import num_slots, peak_live, slot_bytes
-from olmo_jax.plan.static_sizes import num_microbatches
+from olmo_jax.plan.slots import num_slots, peak_live, slot_bytes
+from olmo_jax.plan.state_memory import state_memory, whole_when_saved
+from olmo_jax.rules import with_mesh, without_effect
 
 
 def amount(number: int | float) -> str:
@@ -31,7 +32,7 @@ def summary(config: Config) -> str:
     Raises: UserError if the mesh does not fit its devices.
     """
     sizes = resolve(config.mesh, num_devices_wanted(config.mesh))
-    lines = ["valid", *facts(with_mesh(config, sizes), sizes)]
+    lines = ["valid", *facts(Layout(with_mesh(config, sizes), sizes))]
     if -1 in dict(config.mesh).values():
         lines.append(f"  note        an axis of -1 was taken as for {math.prod(sizes.values())}")
     lines += [f"  warning     {text}" for text in warnings(config)]
@@ -40,7 +41,7 @@ def summary(config: Config) -> str:
 
 def warnings(config: Config) -> list[str]:
     """Return a text for each key, and each glob of optim.no_decay, that has no effect."""
-    names = parameter_shapes(config.model)
+    names = parameters(config.model)
     return without_effect(config) + [
         f"optim.no_decay has {pattern!r}, which matches no parameter of this model, such as "
         f"{next(reversed(names))!r}; mend it or leave it out"
@@ -50,30 +51,29 @@ def warnings(config: Config) -> list[str]:
     ]
 
 
-def facts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
-    model, train = config.model, config.train
+def facts(layout: Layout) -> Iterator[str]:
+    model, train = layout.model, layout.train
     total, active = total_parameters(model), active_parameters(model)
     yield f"  parameters  {amount(total)}, of which a token meets {amount(active)}"
-    yield f"  layers      {model.num_layers}: {layers(config)}"
-    used = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-    yield f"  mesh        {math.prod(sizes.values())} devices{used and ': '}{used}"
-    ranks = math.prod(sizes[axis] for axis in DENSE_DATA_AXES)
-    microbatches = num_microbatches(train, sizes)
+    yield f"  layers      {model.num_layers}: {layers(layout.config)}"
+    used = " x ".join(f"{axis}={size}" for axis, size in layout.sizes.items() if size > 1)
+    yield f"  mesh        {layout.num_devices} devices{used and ': '}{used}"
+    microbatches = layout.num_microbatches
     tokens = train.global_batch * train.sequence_length
     yield f"  batch       {train.global_batch} x {train.sequence_length} = {tokens:,} tokens a step"
     yield (
         f"  microbatch  {microbatches} a step, each of {train.microbatch} sequence(s) on each of "
-        f"{ranks} data ranks"
+        f"{layout.num_data_ranks} data ranks"
     )
-    if sizes["pipeline"] > 1:
-        yield from pipeline(config, sizes)
+    if layout.sizes["pipeline"] > 1:
+        yield from pipeline(layout)
     yield f"  run         {train.steps} steps = {amount(train.steps * tokens)} tokens"
-    useful, executed = (
-        sum(part.total for part in step_flops(config, sizes, executed=executed).values())
-        for executed in (False, True)
+    needed, executed = (
+        sum(part.total for part in count(layout).values())
+        for count in (device_model_flops, hardware_flops)
     )
     yield (
-        f"  FLOPs       {amount(useful)} useful a step and device, {executed / useful:.2f} times "
+        f"  FLOPs       {amount(needed)} useful a step and device, {executed / needed:.2f} times "
         "that executed by the CPU backends"
     )
     yield (
@@ -82,39 +82,41 @@ def facts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     )
 
 
-def pipeline(config: Config, sizes: dict[str, int]) -> Iterator[str]:
-    ranks, chunks = sizes["pipeline"], config.parallel.pipeline_chunks
-    ticks = num_ticks(ranks, chunks, num_microbatches(config.train, sizes))
+def pipeline(layout: Layout) -> Iterator[str]:
+    parallel, ranks = layout.config.parallel, layout.sizes["pipeline"]
+    chunks = parallel.pipeline_chunks
+    ticks = num_ticks(ranks, chunks, layout.num_microbatches)
     yield (
-        f"  pipeline    {ranks} ranks x {chunks} chunk(s), {config.parallel.pipeline_schedule}: "
+        f"  pipeline    {ranks} ranks x {chunks} chunk(s), {parallel.pipeline_schedule}: "
         f"bubble {ranks - 1}/{ticks} = {100 * (ranks - 1) / ticks:.1f}% of the time"
     )
-    first, last = (peak_live(config, sizes, rank) for rank in (0, ranks - 1))
+    first, last = (peak_live(layout, rank) for rank in (0, ranks - 1))
     yield (
         f"              the first rank holds up to {first} chunk activations, the last {last}; "
-        f"{num_slots(config, sizes)} slots on each, {amount(slot_bytes(config, sizes))}B in all"
+        f"{num_slots(layout)} slots on each, {amount(slot_bytes(layout))}B in all"
     )
-    yield f"              {empty_places(config, ranks)}"
-    whole = whole_when_saved(config, sizes)
+    yield f"              {padding_layers(layout)}"
+    whole = whole_when_saved(layout)
     # Gains and biases alone are not worth a line.
-    if whole > memory(config, sizes).main // 10:
+    if whole > state_memory(layout).main // 10:
         yield (
             f"              {ranks} divides no width, so every rank holds {amount(whole)}B of the "
             "body while it is saved or restored"
         )
 
 
-def empty_places(config: Config, ranks: int) -> str:
-    """Say how many places of a pipeline have no layer, and which chunk counts leave fewest."""
-    chunks, plan = config.parallel.pipeline_chunks, layer_plan(config.model)
-    grid = body_grid(config.model, ranks, chunks)
-    text = f"{grid.waste} of {grid.num_places} layer places are empty"
-    best = least_waste(len(plan.body), ranks, period=plan.period)
-    if not grid.waste:
+def padding_layers(layout: Layout) -> str:
+    """Say how many padding layers a pipeline has, and which chunk counts need fewest."""
+    assert layout.stages is not None
+    stages, groups = layout.stages, layout.groups
+    chunks, ranks, _ = stages.shape
+    text = f"{stages.num_padding} of {stages.num_positions} layer places are empty"
+    best = least_padding(len(groups.body), ranks, period=groups.period)
+    if not stages.num_padding:
         return text
     if chunks in best:
         return f"{text}, no other chunk count leaves fewer"
-    fewest = body_grid(config.model, ranks, best[0]).waste
+    fewest = body_stages(layout.model, ranks, best[0]).num_padding
     return f"{text}; parallel.pipeline_chunks={listing(best)} leaves fewest, {fewest}"
 
 

@@ -30,7 +30,7 @@ def evaluate(run_dir: Path, config: Config) -> Evaluation:
     state = restored(program, run_dir)
     batches = corpus.held_out(config.train.global_batch, config.train.eval_batches, program.rows)
     # One at a time: XLA:CPU deadlocks when dozens of programs with collectives are queued.
-    parts = [jax.device_get(program.evaluate(state, program.place(batch))) for batch in batches]
+    parts = [jax.device_get(program.evaluate(state, program.put(batch))) for batch in batches]
     return evaluation_of(parts)
 
 
@@ -40,13 +40,13 @@ def restored(program: Program, run_dir: Path) -> State:
     Raises: UserError if the run has none, or if they are another model's.
     """
     like = program.abstract_stored()
-    found = restore_weights(run_dir, like.main | like.router_bias, config=program.config)
+    found = restore_weights(run_dir, like.main | like.expert_bias, config=program.config)
     main = program.staged({name: found[name] for name in like.main})
     return State(
         weights=program.rebuild(main),
         main=main,
         moments={},
-        router_bias={name: found[name] for name in like.router_bias},
+        expert_bias={name: found[name] for name in like.expert_bias},
         history={},
         step=jnp.zeros((), jnp.int32),
     )

@@ -1,350 +1,277 @@
-"""A run from a config to a folder: what comes before the first step and after the last."""
+"""The steps of a run, one dispatched while the one before is read, and what happens between two."""
 
-import os
+import math
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
-from rich.console import Console
+import numpy as np
 
-from olmo_jax.checkpoint import (
-    Checkpoints,
-    Position,
-    Saved,
-    initial_weights,
-    read_saved,
-    refuse_start,
-)
+from olmo_jax.checkpoint import Checkpoints, Position
 from olmo_jax.config import Config
 from olmo_jax.config.messages import listing
 from olmo_jax.data.batch import Batch
-from olmo_jax.data.corpus import Corpus, corpus_of
-from olmo_jax.launch.barrier import barrier
-from olmo_jax.launch.garbage import Garbage
-from olmo_jax.launch.stop import StopSignal
-from olmo_jax.launch.watchdog import Watchdog
-from olmo_jax.mesh.devices import device_table, expert_group_warning
-from olmo_jax.plan.flops import flops_per_token
-from olmo_jax.train import resume, run_folder
-from olmo_jax.train.metrics import Line, MetricsFile, cut_back, read
-from olmo_jax.train.processes import from_first, is_first
-from olmo_jax.train.program import Program, build_here
-from olmo_jax.train.progress import (
-    StepProgress,
-    duration,
-    in_background,
-    open_console,
-    say,
-    waiting,
-)
-from olmo_jax.train.report import draw
+from olmo_jax.data.corpus import Corpus
+from olmo_jax.errors import UserError
+from olmo_jax.optim.schedule import learning_rate
+from olmo_jax.runtime.garbage import Garbage
+from olmo_jax.runtime.stop_signal import StopSignal
+from olmo_jax.runtime.watchdog import Watchdog
+from olmo_jax.train.metrics import Line, MetricsFile, evaluation_of, line_of
+from olmo_jax.train.program import Program
+from olmo_jax.train.progress import StepProgress
 from olmo_jax.train.state import State
-from olmo_jax.train.steps import Keeper, Recorder, Session, run_steps, upcoming
 from olmo_jax.train.trace import Trace
 
-START = Position(step=0, sequences=0, tokens=0)
+
+class Upcoming(NamedTuple):
+    """A step before its dispatch; `position` is where the run stands after it."""
+
+    position: Position
+    batch: Batch
+    lr: float
+
+
+class Pending(NamedTuple):
+    """A dispatched step; its values may not be there yet."""
+
+    position: Position
+    lr: float
+    values: Mapping[str, Any]
+
+
+def upcoming(
+    config: Config, corpus: Corpus, rows: Sequence[int], done: Position
+) -> Iterator[Upcoming]:
+    """Yield every step after `done`, with these rows of its batch and its learning rate."""
+    train = config.train
+    # All positions are real: the rows of the training data are cut whole.
+    step_tokens = train.global_batch * train.sequence_length
+    total_tokens = done.tokens + (train.steps - done.step) * step_tokens
+    rate = partial(learning_rate, config.optim, total_steps=train.steps, total_tokens=total_tokens)
+    batches = corpus.batches(done.sequences, train.global_batch, rows)
+    for number, batch in zip(range(1, train.steps - done.step + 1), batches, strict=False):
+        position = Position(
+            step=done.step + number,
+            sequences=done.sequences + number * train.global_batch,
+            tokens=done.tokens + number * step_tokens,
+        )
+        yield Upcoming(position, batch, rate(step=position.step, tokens=position.tokens))
+
+
+@dataclass
+class Recorder:
+    """Turns pending steps into lines of the metrics file and of the display, and counts bad ones.
+
+    `leaves` names the entries of a step's `bad_leaves`, `done` is where the last step read leaves
+    the run, `bad` the number of bad steps since the last good one.
+    """
+
+    config: Config
+    file: MetricsFile
+    progress: StepProgress
+    leaves: Sequence[str]
+    done: Position
+    lines: list[Line] = field(default_factory=list)
+    bad: int = 0
+    _last: float = field(default_factory=time.perf_counter)
+
+    def finish(
+        self, pending: Pending, evaluate: Callable[[], Sequence[Mapping[str, Any]]] | None = None
+    ) -> bool:
+        """Wait for a step and its evaluation, write its line, and say whether a stop was asked."""
+        values = jax.device_get(pending.values)
+        step_time_s = time.perf_counter() - self._last
+        parts = jax.device_get(list(evaluate())) if evaluate else []
+        good = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        line = line_of(
+            values,
+            step=pending.position.step,
+            tokens=pending.position.tokens,
+            lr=pending.lr,
+            step_time_s=step_time_s,
+            assignment=self.config.model.router.assignment,
+            evaluation=evaluation_of(parts) if parts else None,
+            bad_leaves=None if good else self._named(values["bad_leaves"]),
+        )
+        self.file.write(line)
+        self.progress.show(line)
+        self.lines.append(line)
+        self.done, self.bad = pending.position, 0 if good else self.bad + 1
+        # After the evaluation: its time is no step's.
+        self.restart_clock()
+        return bool(values["stop"])
+
+    def restart_clock(self) -> None:
+        """Begin the next step's time now."""
+        self._last = time.perf_counter()
+
+    def _named(self, flags: np.ndarray) -> list[str]:
+        return [name for name, flag in zip(self.leaves, flags, strict=True) if flag]
+
+
+def _too_many(line: Line, bad: int, way_out: str) -> str:
+    leaves = listing(line["bad_leaves"], "and") if line["bad_leaves"] else "none"
+    return (
+        f"train.max_bad_steps={bad}: loss or gradient norm was not finite in {bad} steps in a row, "
+        f"up to step {line['step']} (loss {line['loss']:.4g}, gradient norm "
+        f"{line['grad_norm']:.4g}, gradients that are not finite: {leaves}); none was applied, and "
+        f"so many end a run; {way_out}"
+    )
+
+
+@dataclass
+class CheckpointSaver:
+    """Writes a checkpoint when one is due, with what it takes to go on from it.
+
+    `saved` is the step of the last one. One that is due after a bad step waits for a good one: if
+    the state is broken, the checkpoints before it must not make room for it.
+    """
+
+    checkpoints: Checkpoints
+    config: Config
+    facts: Mapping[str, str]
+    recorder: Recorder
+    saved: int = 0
+    _due: bool = False
+
+    def due(self, step: int) -> bool:
+        """Say whether a checkpoint follows `step`, or one of the steps before it lacks its own."""
+        every = self.config.checkpoint.every
+        self._due |= every > 0 and step % every == 0
+        return self._due
+
+    def save(self, state: State) -> None:
+        """Copy a `Program.stored` state, whose steps have all been read; the run goes on."""
+        self.recorder.file.keep()
+        done = self.recorder.done
+        self.checkpoints.save(state, done, config=self.config, facts=self.facts)
+        self.saved, self._due = done.step, False
+
+    def way_out(self) -> str:
+        """Return what the same command does after too many bad steps, and what to change."""
+        known = sorted({*self.checkpoints.steps(), self.saved} - {0})
+        if not known:
+            return (
+                "there is no checkpoint, so the same command starts anew: look at the data, write "
+                "a smaller optim.lr or a larger train.max_bad_steps"
+            )
+        *before, last = known
+        begin = f"the same command goes on from {self._folder(last)}"
+        if last < self.recorder.done.step - self.recorder.bad:
+            return (
+                f"{begin}, and there were good steps since: look at the data in between, write a "
+                "smaller optim.lr or a larger train.max_bad_steps"
+            )
+        other = f"goes on from {self._folder(before[-1])}" if before else "starts anew"
+        return (
+            f"{begin}, and no step since was good, so its weights may be what is broken: look at "
+            "the data that follows, write a smaller optim.lr; if that does not help, remove that "
+            f"folder, and it {other}"
+        )
+
+    def _folder(self, step: int) -> str:
+        return f"{self.config.run_dir}/checkpoints/step_{step}"
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run before its next step: what it computes, what it reads, where it stands."""
+class Session:
+    """What takes part between two steps."""
 
-    program: Program
-    corpus: Corpus
-    held_out: Sequence[Batch]
-    facts: dict[str, str]
-    position: Position
+    recorder: Recorder
+    saver: CheckpointSaver
+    trace: Trace
+    stop: StopSignal
+    watchdog: Watchdog
+    garbage: Garbage
 
-    @property
-    def config(self) -> Config:
-        return self.program.config
+    def finish(
+        self,
+        pending: Pending | None,
+        evaluate: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
+    ) -> bool:
+        """Finish a step, if there is one to finish; say whether a stop was asked.
 
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.config.run_dir)
+        Raises: UserError after `train.max_bad_steps` bad steps in a row.
+        """
+        if pending is None:
+            return False
+        recorder = self.recorder
+        told = recorder.finish(pending, evaluate)
+        if recorder.bad >= recorder.config.train.max_bad_steps:
+            raise UserError(_too_many(recorder.lines[-1], recorder.bad, self.saver.way_out()))
+        self.watchdog.beat(pending.position.step)
+        return told
 
 
-def train(config: Config, allowed: Collection[str] = ()) -> None:
-    """Train as `config` says, from the run folder's last checkpoint on, and leave the run folder.
+def run_steps(
+    program: Program,
+    state: State,
+    steps: Iterator[Upcoming],
+    held_out: Sequence[Batch],
+    session: Session,
+) -> State:
+    """Dispatch each step, then read the one before it, so that devices never wait for the host.
 
-    It returns early when a signal asks for it. `allowed` names what may differ from the checkpoint
-    although it changes the run, out of `config.changes.ALLOWABLE`.
-
-    Raises: UserError for what is wrong with files, devices, the run folder or what was changed,
-    before compilation; later for a checkpoint that cannot be read or written, and bad steps.
+    A stop that this process was asked for goes into the next step and comes back from it as a
+    maximum over all devices: every process then leaves after the same step. Evaluation, checkpoint
+    and the ends of a trace wait for their step: none is charged for the other, and a checkpoint
+    never is ahead of the metrics.
     """
-    console = open_console()
-    console.quiet = not is_first()
-    run_dir = Path(config.run_dir)
-    run_folder.refuse_foreign(run_dir)
-    with held(config), Checkpoints(run_dir, config.checkpoint) as checkpoints:
-        earlier = last_checkpoint(checkpoints, config)
-        if earlier is not None:
-            resume.refuse_config(earlier, config, allowed)
-            if earlier.position.step >= config.train.steps:
-                say_finished(console, run_dir, earlier.position.step, config.train.steps)
-                return
-        run = prepared(console, config, earlier, allowed)
-        # Nobody else writes here now, and nothing refuses the run any more.
-        from_first("clean folder", partial(clean, checkpoints), config.train.first_step_timeout_s)
-        carry_out(console, run, checkpoints)
-
-
-@contextmanager
-def held(config: Config) -> Iterator[None]:
-    """Keep every other run out of the run folder, from the first process for all.
-
-    Raises: UserError if another run is in it.
-    """
-    lock = run_folder.Lock(Path(config.run_dir))
-    try:
-        from_first("lock of the run folder", lock.take, config.train.first_step_timeout_s)
-        yield
-    finally:
-        lock.free()
-
-
-def clean(checkpoints: Checkpoints) -> str:
-    """Remove the checkpoints that writers left unfinished that were killed."""
-    checkpoints.clean()
-    return ""
-
-
-def last_checkpoint(checkpoints: Checkpoints, config: Config) -> Saved | None:
-    """Return what the last whole checkpoint of a run says of itself, if there is one.
-
-    The first process chooses: the others may see the folder as it was a moment ago.
-    """
-    step = from_first(
-        "last checkpoint",
-        lambda: str(max(checkpoints.steps(), default="")),
-        config.train.first_step_timeout_s,
-    )
-    return read_saved(config.run_dir, int(step)) if step else None
-
-
-def say_finished(console: Console, run_dir: Path, step: int, steps: int) -> None:
-    """Say that nothing is left to do, and draw the picture if the run was killed before it did."""
-    metrics, report = run_dir / run_folder.METRICS, run_dir / run_folder.REPORT
-    if is_first() and not report.exists() and metrics.exists():
-        cut_metrics(console, metrics, step)
-        if lines := read(metrics):
-            draw(lines, report)
-    say(
-        console,
-        f"{run_dir} has reached step {step} of train.steps={steps} already; to go on, write a "
-        "larger train.steps",
-    )
-
-
-def prepared(
-    console: Console, config: Config, earlier: Saved | None, allowed: Collection[str]
-) -> Run:
-    """Open what a run reads, write what is known before its steps, and say what will be done.
-
-    Raises: UserError as `train` does before compilation.
-    """
-    corpus = corpus_of(config)
-    facts = resume.facts_of(corpus)
-    other = [] if earlier is None else resume.refuse_facts(earlier, facts, allowed)
-    program = build_here(config)
-    if earlier is None:
-        refuse_start(program)
-    table = device_table(program.device_mesh)
-    from_first(
-        "run folder",
-        lambda: str(run_folder.create(program.config, table, corpus.tokenizer_path)),
-        config.train.first_step_timeout_s,
-    )
-    introduce(console, program)
-    if earlier is not None:
-        for text in resume.said(earlier, program.config, other):
-            say(console, text)
-    position = earlier.position if earlier else START
-    return Run(program, corpus, held_out_batches(corpus, program), facts, position)
-
-
-def held_out_batches(corpus: Corpus, program: Program) -> list[Batch]:
-    """Return the evaluation batches on the devices; none if no document is held out."""
-    train = program.config.train
-    if program.config.data.eval_fraction == 0:
-        return []
-    found = corpus.held_out(train.global_batch, train.eval_batches, program.rows)
-    return [program.place(batch) for batch in found]
-
-
-def introduce(console: Console, program: Program) -> None:
-    """Say on which devices, and in what pieces, the run goes."""
-    mesh, config = program.device_mesh, program.config
-    device = mesh.devices.flat[0]
-    sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-    if device.platform == "cpu":
-        say(console, f"no GPU is used: {mesh.size} CPU device(s) are emulated")
-    say(console, f"mesh {sizes or 'of one device'}, {program.num_microbatches} microbatches a step")
-    if mesh.size <= 16:
-        say(console, device_table(mesh))
-    else:
-        say(console, f"{mesh.size} devices ({device.device_kind}), see {run_folder.DEVICES}")
-    if warning := expert_group_warning(mesh):
-        say(console, f"warning: {warning}")
-    if config.model.router.assignment != "learned":
-        say(console, f"routing is not learned: assignment={config.model.router.assignment}")
-
-
-def carry_out(console: Console, run: Run, checkpoints: Checkpoints) -> None:
-    """Compile, take the steps that are left, and write checkpoint, picture and summary."""
-    train, metrics = run.config.train, run.run_dir / run_folder.METRICS
-    limits = (train.first_step_timeout_s, train.step_timeout_s)
-    with Watchdog(run.run_dir, jax.process_index(), jax.process_count(), *limits) as watchdog:
-        state = state_before(console, run, checkpoints, watchdog)
-        from_first("metrics", lambda: cut_metrics(console, metrics, run.position.step), limits[0])
-        started = time.perf_counter()
-        # Open until the checkpoint is written: a signal that comes then must not cost the run.
-        with StopSignal() as stop:
-            recorder = take_steps(console, run, state, checkpoints, stop, watchdog)
-            watchdog.phase("writing the checkpoint")
-            with waiting(console, "writing report and checkpoint"):
-                if is_first():
-                    draw(read(metrics), run.run_dir / run_folder.REPORT)
-                checkpoints.wait()
-    for text in summary(run.config, recorder.lines, time.perf_counter() - started, run.run_dir):
-        say(console, text)
-
-
-def state_before(console: Console, run: Run, checkpoints: Checkpoints, watchdog: Watchdog) -> State:
-    """Compile, and return the state that the next step takes: from a checkpoint, or the first."""
-    started = time.perf_counter()
-    watchdog.phase("compiling the step")
-    with waiting(console, "compiling the step"):
-        in_background(partial(run.program.compile, evaluation=bool(run.held_out)))
-    say(console, f"compiled in {duration(time.perf_counter() - started)}")
-    together("compiled", run.config)
-    watchdog.phase("making the first state")
-    state = first_or_restored(console, run, checkpoints)
-    together("ready for the first step", run.config)
+    recorder, saver, trace, stop = session.recorder, session.saver, session.trace, session.stop
+    pending, told = None, False
+    for position, batch, lr in steps:
+        step = position.step
+        if trace.begins_with(step):
+            told |= session.finish(pending)
+            pending = None
+            trace.start()
+            recorder.restart_clock()
+        state, values = program.step(state, program.put(batch), lr, stop.requested)
+        told |= session.finish(pending)
+        pending = Pending(position, lr, values)
+        # With one process there is nobody to agree with.
+        alone_and_asked = stop.requested and jax.process_count() == 1
+        evaluating = held_out and evaluation_due(program.config, step) and not alone_and_asked
+        saving, traced = saver.due(step), trace.ends_with(step)
+        if evaluating or saving or traced:
+            evaluation = partial(evaluate, program, state, held_out, session)
+            told |= session.finish(pending, evaluation if evaluating else None)
+            pending = None
+        if traced:
+            trace.stop()
+            recorder.restart_clock()
+        if saving and recorder.bad == 0:
+            session.watchdog.phase(f"saving step {step}")
+            saver.save(program.stored(state))
+            recorder.restart_clock()
+        session.garbage.after(step)
+        if told or alone_and_asked:
+            break
+    session.finish(pending)
     return state
 
 
-def together(name: str, config: Config) -> None:
-    """Wait for all processes: gloo gives a first collective 30 s, and they do not compile alike.
+def evaluate(
+    program: Program, state: State, held_out: Sequence[Batch], session: Session
+) -> list[Mapping[str, Any]]:
+    """Return each held-out batch's values; none if a lone process is asked to stop meanwhile.
 
-    Only the first process writes the compilation cache, so a second start finds more than others.
+    One batch at a time: XLA:CPU deadlocks when dozens of programs with collectives are queued.
     """
-    barrier(name, config.train.first_step_timeout_s)
+    parts = []
+    for batch in held_out:
+        session.watchdog.phase("evaluating")
+        parts.append(jax.device_get(program.evaluate(state, batch)))
+        if session.stop.requested and jax.process_count() == 1:
+            return []
+    return parts
 
 
-def first_or_restored(console: Console, run: Run, checkpoints: Checkpoints) -> State:
-    """Return the state that the next step takes."""
-    if run.position.step == 0:
-        return first_state(console, run.program)
-    with waiting(console, "reading the checkpoint"):
-        return checkpoints.restore(run.program, run.position.step)[0]
-
-
-def first_state(console: Console, program: Program) -> State:
-    """Return the state before the first step: as drawn, or with the weights of another run."""
-    state, source = program.init(), program.config.checkpoint.init_from
-    if source is None:
-        return state
-    with waiting(console, f"reading the weights of checkpoint.init_from={source}"):
-        main, router_bias, moments = initial_weights(source, program)
-    main = program.staged(main)
-    state = state._replace(weights=program.rebuild(main), main=main, router_bias=router_bias)
-    if moments is None:
-        return state
-    moved = {role: program.staged(moments[role]) for role in ("mu", "nu")}
-    return state._replace(moments={**moments, **moved})
-
-
-def cut_metrics(console: Console, path: Path, step: int) -> str:
-    """Leave the lines of steps that the state has in it, and say what was taken out."""
-    cut = cut_back(path, step)
-    if cut.later and step == 0:
-        say(console, f"{path.parent} has no checkpoint, so the run starts anew")
-    if cut.later:
-        say(console, f"{path.name}: {cut.later} lines of steps that are taken again are dropped")
-    if cut.damaged:
-        say(console, f"{path.name}: {cut.damaged} half-written lines are dropped")
-    if cut.lacking:
-        gaps = [f"{a} to {b}" if a < b else f"{a}" for a, b in cut.lacking]
-        say(console, f"{path.name} lacks the lines of steps {listing(gaps, 'and')}")
-    return ""
-
-
-def take_steps(
-    console: Console,
-    run: Run,
-    state: State,
-    checkpoints: Checkpoints,
-    stop: StopSignal,
-    watchdog: Watchdog,
-) -> Recorder:
-    """Take the steps that are left, or those until a stop, and begin to save what they led to."""
-    config, position = run.config, run.position
-    # Only the first process writes lines; all count bad steps.
-    path = run.run_dir / run_folder.METRICS if is_first() else Path(os.devnull)
-    with (
-        MetricsFile(path) as file,
-        StepProgress(console, config.train.steps) as progress,
-        Trace(run.run_dir, config.train.profile) as trace,
-        Garbage() as garbage,
-    ):
-        recorder = Recorder(config, file, progress, list(run.program.layout.shapes[0]), position)
-        keeper = Keeper(checkpoints, config, run.facts, recorder)
-        session = Session(recorder, keeper, trace, stop, watchdog, garbage)
-        steps = upcoming(config, run.corpus, run.program.rows, position)
-        state = run_steps(run.program, state, steps, run.held_out, session)
-        if keeper.saved < recorder.done.step:
-            watchdog.phase(f"saving step {recorder.done.step}")
-            keeper.save(run.program.stored(state))
-    for text in remarks(recorder, trace):
-        say(console, text)
-    return recorder
-
-
-def remarks(recorder: Recorder, trace: Trace) -> Iterator[str]:
-    """Yield what is to be known of a checkpoint after bad steps, and of a trace."""
-    if recorder.bad:
-        good = recorder.done.step - recorder.bad
-        yield f"the last {recorder.bad} steps were bad: the weights are those of step {good}"
-    if trace.steps:
-        yield (
-            f"trace of steps {trace.steps[0]} to {trace.steps[-1]}: {trace.folder}"
-            if trace.recorded
-            else f"no trace: this run took no step {trace.steps[0]} (train.profile.start)"
-        )
-
-
-def summary(config: Config, lines: Sequence[Line], seconds: float, run_dir: Path) -> Iterator[str]:
-    """Yield the few lines that a run ends with."""
-    first, last = lines[0], lines[-1]
-    early = last["step"] < config.train.steps
-    ended = (
-        f"stopped after step {last['step']} of {config.train.steps}"
-        if early
-        else f"trained {last['step']} steps"
-    )
-    now = "" if first["step"] == 1 else f", {len(lines)} steps of them now"
-    yield f"\n{ended}{now}: {last['tokens']:,} tokens in {duration(seconds)}"
-    held_out = f", eval {last['eval_loss']:.4f}" if "eval_loss" in last else ""
-    yield f"  loss    {first['loss']:.4f} -> {last['loss']:.4f}{held_out}"
-    yield f"  speed   {speed(config, lines)}"
-    if skipped := sum(line["skipped"] for line in lines):
-        yield f"  skipped {skipped} steps"
-    yield f"  written {run_dir}: {', '.join(run_folder.contents(run_dir))}"
-    if early:
-        yield "  the same command goes on from here"
-
-
-def speed(config: Config, lines: Sequence[Line]) -> str:
-    """Return tokens and useful FLOPs per second, without the first step."""
-    timed = lines[1:] or lines
-    tokens = sum(line["tokens_per_s"] * line["step_time_s"] for line in timed)
-    rate = tokens / sum(line["step_time_s"] for line in timed)
-    flops = rate * flops_per_token(config.model, config.train.sequence_length)
-    unit, name = (1e12, "TFLOP/s") if flops >= 1e11 else (1e9, "GFLOP/s")
-    return f"{rate:,.0f} tokens/s, {flops / unit:,.1f} useful {name}"
+def evaluation_due(config: Config, step: int) -> bool:
+    """Say whether an evaluation follows `step`: every `train.eval_every` steps and at the end."""
+    every = config.train.eval_every
+    return step == config.train.steps or (every > 0 and step % every == 0)

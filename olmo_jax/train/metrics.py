@@ -17,10 +17,10 @@ Line = dict[str, Any]
 
 
 class Evaluation(NamedTuple):
-    """Mean cross entropy per counted token of the held-out batches."""
+    """Mean cross entropy per loss token of the held-out batches."""
 
     loss: float
-    counted: int
+    loss_tokens: int
 
     @property
     def perplexity(self) -> float:
@@ -28,9 +28,11 @@ class Evaluation(NamedTuple):
 
 
 def evaluation_of(parts: list[Mapping[str, Any]]) -> Evaluation:
-    """Return the mean over all batches from each one's `ce_sum` and `counted`."""
-    counted = sum(int(part["counted"]) for part in parts)
-    return Evaluation(sum(float(part["ce_sum"]) for part in parts) / max(counted, 1), counted)
+    """Return the mean over all batches from each one's `ce_sum` and `loss_tokens`."""
+    loss_tokens = sum(int(part["loss_tokens"]) for part in parts)
+    return Evaluation(
+        sum(float(part["ce_sum"]) for part in parts) / max(loss_tokens, 1), loss_tokens
+    )
 
 
 def line_of(
@@ -153,7 +155,7 @@ def read(path: Path) -> list[Line]:
     return lines
 
 
-class Cut(NamedTuple):
+class Truncated(NamedTuple):
     """What was taken out of a metrics.jsonl: lines of later steps, and lines that are no JSON.
 
     `lacking` has the first and last step of each gap in what is left.
@@ -164,7 +166,7 @@ class Cut(NamedTuple):
     lacking: tuple[tuple[int, int], ...] = ()
 
 
-def cut_back(path: Path, step: int) -> Cut:
+def truncate(path: Path, step: int) -> Truncated:
     """Leave the lines of the first `step` steps, each step once, and say what was taken out.
 
     A killed run may leave its last line half written. The file is replaced as a whole, or stays.
@@ -172,7 +174,7 @@ def cut_back(path: Path, step: int) -> Cut:
     Raises: UserError if the disk refuses the new file.
     """
     if not path.exists():
-        return Cut(0, 0, gaps((), step))
+        return Truncated(0, 0, gaps((), step))
     content = path.read_bytes()
     lines = [(text, _step_of(text)) for text in content.split(b"\n") if text]
     kept = {found: text for text, found in lines if found is not None and found <= step}
@@ -183,7 +185,7 @@ def cut_back(path: Path, step: int) -> Cut:
             replace(path, new)
         except OSError as error:
             raise _refused(path, error) from None
-    return Cut(len(lines) - len(kept) - damaged, damaged, gaps(kept, step))
+    return Truncated(len(lines) - len(kept) - damaged, damaged, gaps(kept, step))
 
 
 def gaps(there: Iterable[int], last: int) -> tuple[tuple[int, int], ...]:

@@ -11,16 +11,27 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array
 
-from olmo_jax.config import Config, with_mesh
+from olmo_jax.arch.sizes import padded_length
+from olmo_jax.config import Config
 from olmo_jax.data.batch import Batch
-from olmo_jax.data.layout import lay_out
-from olmo_jax.mesh.axes import DENSE_DATA_AXES, resolve
+from olmo_jax.data.sequence_layout import lay_out
+from olmo_jax.mesh.axes import resolve
 from olmo_jax.mesh.devices import build_mesh
-from olmo_jax.mesh.rules import BATCH, DEVICES, REPLICATED, ROWS, Spec, axes_of_entry
-from olmo_jax.parallel.pipeline.restack import Places, to_layers, to_stages
+from olmo_jax.mesh.layout import Layout
+from olmo_jax.mesh.specs import BATCH, DEVICES, REPLICATED, ROWS, Spec, axes_of_entry
+from olmo_jax.model.transformer import check_description
+from olmo_jax.parallel.pipeline.stage_exchange import to_layers, to_stages
 from olmo_jax.parallel.pipeline.transfers import AXIS
-from olmo_jax.plan.static_sizes import num_microbatches, padded_length
-from olmo_jax.train.state import Layout, State, first_state, partition, rebuild, shardings
+from olmo_jax.rules import with_mesh
+from olmo_jax.train.state import (
+    State,
+    first_state,
+    partition,
+    rebuild,
+    resident,
+    shardings,
+    state_specs,
+)
 from olmo_jax.train.step import Metrics, evaluation_step, train_step
 
 BATCH_SPECS = Batch(BATCH, BATCH, ROWS, BATCH, BATCH, ROWS)
@@ -43,13 +54,18 @@ def _map_parameters(state: State, change: Callable[[Any], Any]) -> State:
 
 @cache
 def _jitted_restack(
-    way: Callable[..., Any], mesh: Mesh, places: Places, num_layers: int, staged: Spec, layers: Spec
+    way: Callable[..., Any],
+    mesh: Mesh,
+    stages: tuple[int, int, int],
+    num_layers: int,
+    staged: Spec,
+    layers: Spec,
 ) -> Any:
     """Return the jitted way of a body's leaf between a state and a checkpoint."""
     taken = [dim for dim, entry in enumerate(layers) if AXIS in axes_of_entry(entry)]
     dim = taken[0] if taken else None
     specs = partition((staged, layers) if way is to_layers else (layers, staged))
-    moved = partial(way, places=places, num_layers=num_layers, dim=dim)
+    moved = partial(way, stages=stages, num_layers=num_layers, dim=dim)
     return jax.jit(jax.shard_map(moved, mesh=mesh, in_specs=specs[0], out_specs=specs[1]))
 
 
@@ -74,21 +90,10 @@ class Program:
         """Return shapes and specs."""
         return Layout(self.config, dict(self.mesh.shape))
 
-    @property
-    def num_data_ranks(self) -> int:
-        """Return the ranks that rows are divided over."""
-        sizes = [self.mesh.shape[axis] for axis in DENSE_DATA_AXES]
-        return int(np.prod(sizes))
-
-    @property
-    def num_microbatches(self) -> int:
-        """Return the microbatches of one step."""
-        return num_microbatches(self.config.train, self.mesh.shape)
-
     @cached_property
     def specs(self) -> State:
         """Return the specs of the state."""
-        return self.layout.specs()
+        return state_specs(self.layout)
 
     def init(self) -> State:
         """Return the first state, every leaf made where it lives."""
@@ -132,10 +137,10 @@ class Program:
         return moved
 
     def _moved(self, way: Callable[..., Any], name: str) -> Any:
-        specs = self.layout.placed[name].main, self.layout.stored_spec(name)
-        body = self.layout.body
-        assert body is not None
-        return _jitted_restack(way, self.mesh, body.layer.shape, body.num_layers, *specs)
+        specs = self.layout.specs[name].main, self.layout.stored_spec(name)
+        stages = self.layout.stages
+        assert stages is not None
+        return _jitted_restack(way, self.mesh, stages.shape, stages.num_layers, *specs)
 
     def abstract_stored(self) -> State:
         """Return shapes and shardings of a state as a checkpoint has it."""
@@ -156,7 +161,7 @@ class Program:
     @cached_property
     def _own_rows(self) -> list[int]:
         """Return the rows of a microbatch that this process's devices hold, ascending."""
-        num_rows = self.config.train.microbatch * self.num_data_ranks
+        num_rows = self.config.train.microbatch * self.layout.num_data_ranks
         sharding = NamedSharding(self.mesh, partition(ROWS))
         places = sharding.addressable_devices_indices_map((1, num_rows)).values()
         return sorted({i for place in places if place for i in range(num_rows)[place[1]]})
@@ -164,13 +169,16 @@ class Program:
     @property
     def rows(self) -> list[int]:
         """Return the rows of the global batch that this process reads, ascending."""
-        per_microbatch = self.config.train.microbatch * self.num_data_ranks
+        per_microbatch = self.config.train.microbatch * self.layout.num_data_ranks
         starts = range(0, self.config.train.global_batch, per_microbatch)
         return [start + row for start in starts for row in self._own_rows]
 
-    def place(self, batch: Batch) -> Batch:
+    def put(self, batch: Batch) -> Batch:
         """Cut `rows` of a global batch into microbatches and put them on the devices."""
-        per_microbatch, own = self.config.train.microbatch * self.num_data_ranks, self._own_rows
+        per_microbatch, own = (
+            self.config.train.microbatch * self.layout.num_data_ranks,
+            self._own_rows,
+        )
         batch = lay_out(batch, self.config.parallel.context, self.mesh.shape["sequence"])
 
         def put(value: Any, sharding: Any) -> Array:
@@ -203,7 +211,7 @@ class Program:
         """Return shapes and shardings of the step's arguments: what lowering needs, no data."""
         train = self.config.train
         state = jax.eval_shape(partial(first_state, self.layout))
-        shape = (self.num_microbatches, train.microbatch * self.num_data_ranks)
+        shape = (self.layout.num_microbatches, train.microbatch * self.layout.num_data_ranks)
         context, num_ranks = self.config.parallel.context, self.mesh.shape["sequence"]
         length = padded_length(train.sequence_length, context, num_ranks)
         long = jax.ShapeDtypeStruct((*shape, length), jnp.int32)
@@ -244,18 +252,18 @@ class Program:
             partial(evaluation_step, self.layout),
             mesh=self.mesh,
             in_specs=partition(
-                (self.layout.resident(self.specs), self.specs.router_bias, BATCH_SPECS)
+                (resident(self.layout, self.specs), self.specs.expert_bias, BATCH_SPECS)
             ),
             out_specs=partition(REPLICATED),
         )
         state, batch, *_ = self.abstract_arguments()
-        resident = self.layout.resident(state)
+        weights = resident(self.layout, state)
         jitted = jax.jit(mapped, compiler_options=COMPILER_OPTIONS)
-        return jitted.lower(resident, state.router_bias, batch).compile()
+        return jitted.lower(weights, state.expert_bias, batch).compile()
 
     def evaluate(self, state: State, batch: Batch) -> Metrics:
-        """Return `ce_sum` and `counted` of a placed batch; the state is only read."""
-        return self._evaluation(self.layout.resident(state), state.router_bias, batch)
+        """Return `ce_sum` and `loss_tokens` of a batch on the devices; the state is only read."""
+        return self._evaluation(resident(self.layout, state), state.expert_bias, batch)
 
 
 def build(config: Config, mesh: Mesh | AbstractMesh) -> Program:
@@ -264,7 +272,8 @@ def build(config: Config, mesh: Mesh | AbstractMesh) -> Program:
     Raises: UserError if a parameter cannot be laid out.
     """
     program = Program(config, mesh)
-    _ = program.layout.placed
+    _ = program.layout.specs
+    check_description(config.model)
     return program
 
 

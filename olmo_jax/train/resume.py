@@ -5,13 +5,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from olmo_jax.checkpoint import Saved
-from olmo_jax.config.changes import Change, Rule, changes, rule_of
 from olmo_jax.config.messages import show, together
 from olmo_jax.config.records import Config
 from olmo_jax.data.corpus import Corpus
-from olmo_jax.data.manifest import digest
 from olmo_jax.data.shards import evenly
+from olmo_jax.data.token_manifest import digest
 from olmo_jax.errors import UserError
+from olmo_jax.rules.resume_policy import Change, Rule, changes, rule_of
 
 MASK_SAMPLES = 1024
 

@@ -9,7 +9,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from olmo_jax.config import Config, load, to_yaml
+from olmo_jax.config import Config
+from olmo_jax.config_file import load, to_yaml
 from olmo_jax.errors import UserError
 
 CONFIG = "config.yaml"

@@ -54,11 +54,11 @@ def sample(run_dir: Path, text: str, *, num_tokens: int, temperature: float, see
 
 def restored(run_dir: Path, model: ModelConfig) -> dict[str, jax.Array]:
     """Return a run's last weights on one device."""
-    params, router_bias = jax.eval_shape(lambda: initialise(model, 0))
+    params, expert_bias = jax.eval_shape(lambda: initialise(model, 0))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = {
         name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=device)
-        for name, leaf in {**params, **router_bias}.items()
+        for name, leaf in {**params, **expert_bias}.items()
     }
     return restore_weights(run_dir, shapes)
 

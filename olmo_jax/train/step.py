@@ -5,80 +5,71 @@ the FP32 shard that this device updates, and the updated weights go back to wher
 What moves in every microbatch does so in `accumulate`. Control flow never depends on data.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
+from olmo_jax.arch.activations import saved_names
 from olmo_jax.config.records import Config
-from olmo_jax.config.residuals import kept
 from olmo_jax.data.batch import Batch
-from olmo_jax.mesh.axes import AXES, DENSE_DATA_AXES, expert_model_axes, num_expert_ranks
+from olmo_jax.mesh.axes import AXES, TOKEN_AXES, expert_model_axes
+from olmo_jax.mesh.layout import Layout
 from olmo_jax.model.balance import bias_update
+from olmo_jax.model.execution import (
+    WHOLE_ROWS,
+    Execution,
+    RoutedExperts,
+    Rows,
+    save_everything,
+)
+from olmo_jax.model.experts import ExpertWeights, grouped_experts
 from olmo_jax.model.moe import RouterSums
 from olmo_jax.model.objective import Divisors, count, divide
-from olmo_jax.model.placement import (
-    WHOLE_ROWS,
-    ExpertWeights,
-    Placement,
-    Rows,
-    keep_everything,
-    swiglu,
-)
-from olmo_jax.model.recompute import keep_only
+from olmo_jax.model.rematerialize import save_only
 from olmo_jax.model.transformer import Params, routed_rows
 from olmo_jax.ops.attention import attention
-from olmo_jax.ops.grouped_matmul import grouped_matmul
-from olmo_jax.ops.varying import vary_over
+from olmo_jax.ops.varying import vary_everywhere, vary_over
 from olmo_jax.optim import adamw, skip
 from olmo_jax.optim.clip import clip_coefficient
-from olmo_jax.parallel import context, expert, units
+from olmo_jax.optim.decay import decay_mask
+from olmo_jax.parallel import context, expert
 from olmo_jax.parallel.distributed_optimizer import gather_to_resident, global_norm, reduce_to_main
-from olmo_jax.parallel.sums import max_everywhere, sum_everywhere, sum_over
+from olmo_jax.parallel.reductions import max_everywhere, sum_everywhere, sum_over
+from olmo_jax.parallel.unshard import unshard
 from olmo_jax.train import pipelined
 from olmo_jax.train.accumulate import Resident, accumulate, entropy
-from olmo_jax.train.state import Layout, State
+from olmo_jax.train.state import State, compute_dtype, resident
 
 Metrics = dict[str, Array]
 
 
-def routed_mlp(
-    pool: ExpertWeights, rows: Float[Array, "R D"], group_sizes: Int32[Array, " e"]
-) -> Float[Array, "R D"]:
-    """Pass rows, sorted by expert, through the experts at hand."""
-    hidden = checkpoint_name(grouped_matmul(rows, pool.up_gate, group_sizes), "expert_hidden")
-    output = grouped_matmul(swiglu(hidden), pool.down, group_sizes)
-    return checkpoint_name(output, "expert_output")
-
-
-def _routed(config: Config, sizes: Mapping[str, int], *, training: bool) -> Any:
-    fold = config.parallel.fold_sequence
+def _routed(layout: Layout, *, training: bool) -> RoutedExperts:
+    parallel = layout.config.parallel
     group: dict[str, Any] = {
-        "num_experts": config.model.num_experts,
-        "axis": expert_model_axes(fold_sequence=fold),
-        "num_ranks": num_expert_ranks(sizes, fold_sequence=fold),
+        "num_experts": layout.model.num_experts,
+        "axis": expert_model_axes(fold_sequence=parallel.fold_sequence),
+        "num_ranks": layout.num_expert_ranks,
     }
 
     def routed(
-        x: Array, experts: Array, weights: Array, real: Array, pool: ExpertWeights
+        x: Array, experts: Array, weights: Array, padding_mask: Array, pool: ExpertWeights
     ) -> tuple[Array, Array]:
-        compute = partial(routed_mlp, pool)
+        routes = (x, experts, weights, padding_mask, partial(grouped_experts, pool))
         if not training:
-            return expert.exchange_in_slices(x, experts, weights, real, compute, **group)
-        factor = config.parallel.capacity_factor
-        return expert.exchange(x, experts, weights, real, compute, capacity_factor=factor, **group)
+            return expert.exchange_in_slices(*routes, **group)
+        return expert.exchange(*routes, capacity_factor=parallel.capacity_factor, **group)
 
     return routed
 
 
-def _rows(config: Config, num_ranks: int) -> Rows:
-    """Return how a device holds rows that `num_ranks` share."""
+def _rows(layout: Layout) -> Rows:
+    """Return how a device holds rows that the `sequence` ranks share."""
+    num_ranks = layout.sizes["sequence"]
     if num_ranks == 1:
         return WHOLE_ROWS
-    method = config.parallel.context
+    method = layout.config.parallel.context
     attends = {
         "ulysses": partial(context.ulysses, num_ranks=num_ranks, attend=attention),
         "ring": partial(context.ring, num_ranks=num_ranks),
@@ -86,29 +77,32 @@ def _rows(config: Config, num_ranks: int) -> Rows:
     return Rows(
         attend=attends[method],
         offsets=partial(context.offsets, method, num_ranks),
-        length=lambda _: config.train.sequence_length,
+        length=lambda _: layout.train.sequence_length,
     )
 
 
-def _placement(config: Config, sizes: Mapping[str, int], *, training: bool) -> Placement:
-    return Placement(
-        read=units.read,
-        experts=_routed(config, sizes, training=training),
-        rows=_rows(config, sizes["sequence"]),
-        recomputed=partial(keep_only, kept(config)) if training else keep_everything,
+def _execution(layout: Layout, *, training: bool) -> Execution:
+    saved = saved_names(layout.config)
+    return Execution(
+        unshard=unshard,
+        experts=_routed(layout, training=training),
+        rows=_rows(layout),
+        rematerialize=partial(save_only, saved) if training else save_everything,
         over_sequence=partial(sum_over, axes=("sequence",)),
-        over_data=partial(sum_over, axes=(*DENSE_DATA_AXES, "sequence")),
+        over_data=partial(sum_over, axes=TOKEN_AXES),
+        seed=layout.config.seed,
+        training=training,
     )
 
 
 def _divisors(batch: Batch) -> tuple[Divisors, Int32[Array, ""]]:
     """Count the global batch once: the only divisors of the step, and its real tokens."""
-    counted, real = sum_everywhere(count(batch))
-    floats = (jnp.maximum(number, 1).astype(jnp.float32) for number in (counted, real))
-    return Divisors(*floats), real
+    numbers = sum_everywhere(count(batch))
+    floats = (jnp.maximum(number, 1).astype(jnp.float32) for number in numbers)
+    return Divisors(*floats), numbers[1]
 
 
-def _router_metrics(config: Config, router: RouterSums | None, real: Array) -> Metrics:
+def _router_metrics(config: Config, router: RouterSums | None, real_tokens: Array) -> Metrics:
     if router is None:
         return dict.fromkeys(
             ("balance_loss", "router_z_loss", "drop_rate", "max_load"), jnp.zeros(())
@@ -116,8 +110,8 @@ def _router_metrics(config: Config, router: RouterSums | None, real: Array) -> M
     counts = router.counts.astype(jnp.float32)
     routes = jnp.maximum(counts.sum(axis=-1), 1)
     metrics = {
-        "balance_loss": router.balance.mean() / real,
-        "router_z_loss": router.z.mean() / real,
+        "balance_loss": router.balance.mean() / real_tokens,
+        "router_z_loss": router.z.mean() / real_tokens,
         "drop_rate": router.dropped.astype(jnp.float32).sum() / routes.sum(),
         "max_load": (counts.max(axis=-1) * counts.shape[-1] / routes).max(),
     }
@@ -126,17 +120,17 @@ def _router_metrics(config: Config, router: RouterSums | None, real: Array) -> M
     return metrics
 
 
-def _move_router_bias(
-    config: Config, router_bias: Params, router: RouterSums | None, good: Bool[Array, ""]
+def _move_expert_bias(
+    config: Config, expert_bias: Params, router: RouterSums | None, good: Bool[Array, ""]
 ) -> Params:
-    """Move each layer's selection bias by the counts of the whole step, if the step is not bad."""
+    """Move each layer's expert bias by the counts of the whole step, if the step is not bad."""
     gamma = config.model.router.bias_gamma
     if gamma is None or router is None:
-        return router_bias
+        return expert_bias
     return {
         name: jnp.where(good, bias_update(bias, router.counts[rows], gamma), bias)
         for (name, bias), rows in zip(
-            router_bias.items(), routed_rows(config.model, router_bias), strict=True
+            expert_bias.items(), routed_rows(config.model, expert_bias), strict=True
         )
     }
 
@@ -153,39 +147,42 @@ def train_step(
     A step whose loss or gradient norm is not finite changes nothing but the step count; one that
     the skip rule refuses keeps weights and moments.
     """
-    config, placed = layout.config, layout.placed
+    config, specs = layout.config, layout.specs
     divisors, real = _divisors(batch)
-    placement = _placement(config, layout.sizes, training=True)
-    own = Batch(*(vary_over(value, AXES) for value in batch))
-    router_bias = {name: vary_over(bias, AXES) for name, bias in state.router_bias.items()}
-    over_microbatches = accumulate if layout.body is None else pipelined.accumulate
+    execution = _execution(layout, training=True)
+    over_microbatches = accumulate if layout.stages is None else pipelined.accumulate
     gradients, sums = over_microbatches(
-        Resident.of(layout, layout.resident(state)),
-        placement,
-        router_bias,
-        own,
-        Divisors(*(vary_over(value, AXES) for value in divisors)),
-        vary_over(state.step, AXES),
+        Resident.of(layout, resident(layout, state)),
+        execution,
+        vary_everywhere(state.expert_bias),
+        vary_everywhere(batch),
+        vary_everywhere(divisors),
+        vary_everywhere(state.step),
     )
-    gradients = {name: reduce_to_main(leaf, placed[name]) for name, leaf in gradients.items()}
-    norm = global_norm(gradients, placed)
+    gradients = {name: reduce_to_main(leaf, specs[name]) for name, leaf in gradients.items()}
+    norm = global_norm(gradients, specs)
     sums = sum_everywhere(sums)
     parts = divide(sums, divisors)
     loss = parts.cross_entropy
 
     good, take, history = _judge(config, state.history, loss, norm)
-    flags = max_everywhere(_flags(stop, [gradients[name] for name in layout.shapes[0]]))
+    flags = max_everywhere(_flags(stop, [gradients[name] for name in layout.parameters]))
     scale = clip_coefficient(norm, config.optim.max_grad_norm)
     gradients = {name: leaf * scale for name, leaf in gradients.items()}
     updated = adamw.update(
-        gradients, state.moments, state.main, lr=lr, optim=config.optim, decay=layout.decay
+        gradients,
+        state.moments,
+        state.main,
+        lr=lr,
+        optim=config.optim,
+        decay=decay_mask(layout.parameters, config.optim.no_decay),
     )
     main, moments = skip.keep(take, updated, (state.main, state.moments))
     new = State(
         weights=_weights_after(layout, main),
         main=main,
         moments=moments,
-        router_bias=_move_router_bias(config, state.router_bias, sums.router, good),
+        expert_bias=_move_expert_bias(config, state.expert_bias, sums.router, good),
         history=history,
         step=state.step + 1,
     )
@@ -197,7 +194,7 @@ def train_step(
         "tokens": real,
         "stop": flags[0],
         "bad_leaves": flags[1:],
-        **_router_metrics(config, sums.router, divisors.real),
+        **_router_metrics(config, sums.router, divisors.real_tokens),
     }
     return new, metrics
 
@@ -207,7 +204,7 @@ def _weights_after(layout: Layout, main: Params) -> Params:
     if not layout.keeps_weights:
         return {}
     return {
-        name: gather_to_resident(leaf, layout.placed[name], layout.dtype)
+        name: gather_to_resident(leaf, layout.specs[name], compute_dtype(layout))
         for name, leaf in main.items()
     }
 
@@ -230,14 +227,16 @@ def _judge(
 
 
 def evaluation_step(
-    layout: Layout, weights: Params, router_bias: Params, batch: Batch
+    layout: Layout, weights: Params, expert_bias: Params, batch: Batch
 ) -> dict[str, Array]:
-    """Return the summed cross entropy of the batch and its counted tokens; no drop, no change."""
-    config = layout.config
-    placement = _placement(config, layout.sizes, training=False)
-    resident = Resident.of(layout, weights)
-    own = Batch(*(vary_over(value, AXES) for value in batch))
-    over_microbatches = entropy if layout.body is None else pipelined.entropy
-    summed = over_microbatches(resident, placement, units.own(router_bias), own)
-    counted, _ = sum_everywhere(count(batch))
-    return {"ce_sum": sum_everywhere(summed), "counted": counted}
+    """Return the summed cross entropy of the batch and its loss tokens; no drop, no change."""
+    execution = _execution(layout, training=False)
+    over_microbatches = entropy if layout.stages is None else pipelined.entropy
+    summed = over_microbatches(
+        Resident.of(layout, weights),
+        execution,
+        vary_everywhere(expert_bias),
+        vary_everywhere(batch),
+    )
+    loss_tokens, _ = sum_everywhere(count(batch))
+    return {"ce_sum": sum_everywhere(summed), "loss_tokens": loss_tokens}

@@ -7,14 +7,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from olmo_jax.checkpoint.checksum import Sums, sums_of, texts_of
+from olmo_jax.checkpoint.checksum import Checksum, block_checksum, checksums_of
 from olmo_jax.checkpoint.leaves import blocks
 
 LEAF = np.random.default_rng(0).normal(size=(8, 6, 4)).astype(np.float32)
 
 
 def text(leaf, start=None) -> str:
-    return Sums(*jax.device_get(sums_of(jnp.asarray(leaf), start))).text()
+    return Checksum(*jax.device_get(block_checksum(jnp.asarray(leaf), start))).text()
 
 
 def test_the_sums_of_a_leaf_are_those_of_every_version() -> None:
@@ -29,15 +29,15 @@ def test_the_sums_of_a_leaf_are_those_of_every_version() -> None:
 def test_a_sharding_does_not_change_them(mesh_of, spec: P) -> None:
     mesh = mesh_of(data=4, expert=2)
     placed = jax.device_put(LEAF, NamedSharding(mesh, spec))
-    assert texts_of({"leaf": placed}) == {"leaf": text(LEAF)}
+    assert checksums_of({"leaf": placed}) == {"leaf": text(LEAF)}
 
 
 def test_any_flipped_bit_changes_both() -> None:
-    first, second = (int(one) for one in sums_of(jnp.asarray(LEAF)))
+    first, second = (int(one) for one in block_checksum(jnp.asarray(LEAF)))
     for bit in range(0, LEAF.nbytes * 8, 37):
         flipped = np.frombuffer(LEAF.tobytes(), np.uint8).copy()
         flipped[bit // 8] ^= 1 << bit % 8
-        found = sums_of(jnp.asarray(flipped.view(np.float32).reshape(LEAF.shape)))
+        found = block_checksum(jnp.asarray(flipped.view(np.float32).reshape(LEAF.shape)))
         assert int(found.first) != first
         assert int(found.second) != second
 
@@ -61,8 +61,10 @@ def test_the_sums_of_blocks_add_up(num_elements: int) -> None:
     for block in blocks(LEAF.shape, num_elements):
         start = tuple(part.start for part in block)
         assert LEAF[block].size <= num_elements
-        total += np.array(jax.device_get(sums_of(jnp.asarray(LEAF[block]), start)), np.uint64)
-    assert Sums(*(total % 2**32)).text() == text(LEAF)
+        total += np.array(
+            jax.device_get(block_checksum(jnp.asarray(LEAF[block]), start)), np.uint64
+        )
+    assert Checksum(*(total % 2**32)).text() == text(LEAF)
 
 
 def test_places_past_the_32nd_bit_of_the_index_are_told_apart() -> None:

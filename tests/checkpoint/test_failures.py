@@ -284,13 +284,15 @@ def test_numbers_that_are_not_finite_are_no_checkpoint(tmp_path: Path, program_o
     state = random_state(program)
     mu = state.moments["mu"]
     infinite = {"head.norm.gain": mu["head.norm.gain"].at[3].set(-np.inf)}
-    wild = state._replace(moments=state.moments | {"mu": mu | infinite})
+    nonfinite = state._replace(moments=state.moments | {"mu": mu | infinite})
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     position = Position(5, 1, 1)
     with checkpoints:
         checkpoints.save(state, position, config=program.config, facts=FACTS)
         with pytest.raises(UserError) as error:
-            checkpoints.save(wild, position._replace(step=6), config=program.config, facts=FACTS)
+            checkpoints.save(
+                nonfinite, position._replace(step=6), config=program.config, facts=FACTS
+            )
     told = str(error.value)
     assert told.startswith("mu/head.norm.gain are not finite after step 6; ")
     assert told.endswith("lower optim.lr=0.001: the same command goes on from step 5")

@@ -12,7 +12,7 @@ from olmo_jax.checkpoint import Checkpoints, Position, inspection, read_saved
 from olmo_jax.checkpoint.leaves import Key
 from olmo_jax.config.records import CheckpointConfig, RouterConfig
 from olmo_jax.interop import huggingface
-from olmo_jax.launch import environment
+from olmo_jax.runtime import environment
 from tests.cases import weights_of
 from tests.checkpoint.states import FACTS, random_state, small
 

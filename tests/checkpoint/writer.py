@@ -29,7 +29,7 @@ def state_of(step: int) -> State:
         weights={},
         main=leaves,
         moments={"mu": leaves, "nu": leaves, "count": jnp.int32(step)},
-        router_bias={},
+        expert_bias={},
         history={"losses": jnp.zeros(4), "grad_norms": jnp.zeros(4), "size": jnp.int32(0)},
         step=jnp.int32(step),
     )

@@ -3,9 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
-from olmo_jax.config import load
 from olmo_jax.config.messages import divisors, faults
 from olmo_jax.config.records import Config
+from olmo_jax.config_file import load
 from olmo_jax.errors import UserError
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from olmo_jax.config.records import DataConfig, SourceConfig
 from olmo_jax.data.corpus import Corpus, open_corpus
-from olmo_jax.data.manifest import Manifest, folder_fingerprint, write_manifest
 from olmo_jax.data.shards import write_shard
+from olmo_jax.data.token_manifest import Manifest, folder_fingerprint, write_manifest
 
 VOCAB_SIZE = 5000
 TEXTS = [f"Chapter {i}: " + "the quick brown fox jumps. " * (1 + i % 7) + "\n" for i in range(40)]

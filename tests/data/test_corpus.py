@@ -87,7 +87,7 @@ def test_held_out_documents_are_in_no_window_and_all_others_are(tmp_path):
     documents = [[10 * i + j for j in range(1, 4)] for i in range(200)]
     corpus = open_folders(write_folder(tmp_path / "a", documents), eval_fraction=0.25)
     batches = corpus.held_out(8, 40)
-    evaluated = {int(t) for b in batches for t in b.tokens[b.real]} - {0}
+    evaluated = {int(t) for b in batches for t in b.tokens[b.padding_mask]} - {0}
     trained = {int(t) for i in range(len(documents)) for t in corpus.sequences[i].tokens} - {0}
     assert not evaluated & trained
     assert evaluated | trained == {token for document in documents for token in document}
@@ -129,10 +129,10 @@ def test_the_last_evaluation_batch_is_padded_and_none_is_all_padding(tmp_path):
         batches = corpus.held_out(rows, 100)
         assert [batch.tokens.shape for batch in batches] == [(rows, 16)] * len(batches)
         assert len(batches) == -(-num_tokens // (16 * rows))
-        assert all(batch.real.any() for batch in batches)
-        assert sum(batch.real.sum() for batch in batches) == num_tokens
+        assert all(batch.padding_mask.any() for batch in batches)
+        assert sum(batch.padding_mask.sum() for batch in batches) == num_tokens
         assert_same(batches[0], corpus.held_out(rows, 100)[0])
-    assert not corpus.held_out(1000, 1)[0].real[-1].any()
+    assert not corpus.held_out(1000, 1)[0].padding_mask[-1].any()
 
 
 def test_few_evaluation_batches_come_from_all_over_the_held_out_documents(tmp_path):

@@ -41,12 +41,12 @@ def test_a_masked_token_is_no_target_and_still_an_input():
     batch = batch_of(row(5, 6, 7, 8, 9, 0, unwanted=(0, 2, 5)))
     np.testing.assert_array_equal(batch.labels, [[6, -100, 8, 9, -100, -100]])
     np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 8, 9, 0]])
-    assert np.asarray(batch.real).all()
+    assert np.asarray(batch.padding_mask).all()
 
 
 def test_padding_is_not_real_and_neither_target_nor_document():
     batch = batch_of(row(5, 6, 0), row())
-    np.testing.assert_array_equal(batch.real, [[True] * 3 + [False] * 3, [False] * 6])
+    np.testing.assert_array_equal(batch.padding_mask, [[True] * 3 + [False] * 3, [False] * 6])
     np.testing.assert_array_equal(batch.labels, [[6, 0] + [-100] * 4, [-100] * 6])
     np.testing.assert_array_equal(batch.segment_ids, [[1, 1, 1, 0, 0, 0], [0] * 6])
     np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 0, 0, 0], [0] * 6])
@@ -54,5 +54,5 @@ def test_padding_is_not_real_and_neither_target_nor_document():
 
 def test_every_leaf_has_the_type_that_the_step_takes():
     batch = batch_of(row(5, 6, 0, 7, 0, 9))
-    assert batch.real.dtype == bool
-    assert {leaf.dtype.name for leaf in batch if leaf is not batch.real} == {"int32"}
+    assert batch.padding_mask.dtype == bool
+    assert {leaf.dtype.name for leaf in batch if leaf is not batch.padding_mask} == {"int32"}

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from olmo_jax.data import shards as shards_module
 from olmo_jax.data import tokenize as tokenize_module
-from olmo_jax.data.manifest import Manifest, read_manifest
+from olmo_jax.data.token_manifest import Manifest, read_manifest
 from olmo_jax.data.tokenize import tokenize
 from olmo_jax.errors import UserError
 

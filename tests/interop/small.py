@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from olmo_jax.arch.parameters import parameters
 from olmo_jax.config.records import ModelConfig, WindowConfig
-from olmo_jax.plan.parameters import parameter_shapes
 
 SIZES = {
     "num_layers": 6,
@@ -32,8 +32,7 @@ def small(**fields) -> ModelConfig:
 def values(model, seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)
     return {
-        name: rng.normal(size=leaf.shape).astype(dtype)
-        for name, leaf in parameter_shapes(model).items()
+        name: rng.normal(size=leaf.shape).astype(dtype) for name, leaf in parameters(model).items()
     }
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from olmo_jax.config.layers import layer_plan
+from olmo_jax.arch.layers import layer_groups
 from olmo_jax.config.records import WindowConfig
 from olmo_jax.interop.weights import combine, separate, tensor_shapes
 from tests.interop.small import small, values
@@ -40,7 +40,7 @@ FORCED_LAST = {"windows": WindowConfig(pattern=(4, -1))}
 
 def test_layers_keep_their_order_through_leading_body_and_trailing():
     model = small(**FORCED_LAST)
-    plan = layer_plan(model)
+    plan = layer_groups(model)
     assert (plan.leading, plan.body, plan.trailing) == ((0,), (1, 2, 3, 4), (5,))
     tensors = separate(model, values(model))
     for layer in range(6):

@@ -9,8 +9,8 @@ import sys
 import time
 from functools import partial
 
-from olmo_jax.launch import environment
-from olmo_jax.launch.processes import die_with_launcher, discover
+from olmo_jax.runtime import environment
+from olmo_jax.runtime.processes import die_with_launcher, discover
 
 STEPS = 3
 
@@ -19,7 +19,7 @@ def main(run_dir: str, mode: str, *words: str) -> None:
     die_with_launcher()
     processes = discover()
     environment.prepare(4, processes)
-    from olmo_jax.launch.connection import connect
+    from olmo_jax.runtime.connection import connect
 
     connect(processes)
     work = {"sum": total, "hang": hang, "ready": ready}[mode]
@@ -29,7 +29,7 @@ def main(run_dir: str, mode: str, *words: str) -> None:
 def total(run_dir, processes) -> None:
     """Add over all devices; then let the last rank stay away from a barrier for too long."""
     from olmo_jax.errors import UserError
-    from olmo_jax.launch.barrier import barrier
+    from olmo_jax.runtime.barrier import barrier
 
     value, devices = summed()
     print(f"rank {processes.index} of {processes.count}: {devices} devices, sum {value:g}")
@@ -66,7 +66,7 @@ def summed() -> tuple[float, int]:
 
 def hang(run_dir, processes, rank, how) -> None:
     """Sleep or stop for ever in step 3 of one rank; the others wait for it in a collective."""
-    from olmo_jax.launch.watchdog import Watchdog
+    from olmo_jax.runtime.watchdog import Watchdog
 
     with Watchdog(run_dir, processes.index, processes.count, 60.0, 1.0) as dog:
         for step in range(1, STEPS + 1):

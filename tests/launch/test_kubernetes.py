@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from olmo_jax.cli import main
-from olmo_jax.config import load
+from olmo_jax.config_file import load
 from olmo_jax.errors import UserError
 from olmo_jax.launch.kubernetes import Job, render
-from olmo_jax.launch.processes import Processes, discover
+from olmo_jax.runtime.processes import Processes, discover
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "config.yaml"

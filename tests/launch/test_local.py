@@ -13,8 +13,9 @@ import pytest
 
 from olmo_jax.cli import main
 from olmo_jax.config import Config
-from olmo_jax.launch import environment, local
-from olmo_jax.launch.watchdog import HUNG
+from olmo_jax.launch import local
+from olmo_jax.runtime import environment
+from olmo_jax.runtime.watchdog import HUNG
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("job.py")
@@ -25,10 +26,10 @@ import sys
 from pathlib import Path
 from olmo_jax.config import Config
 from olmo_jax.launch.local import launch
-from olmo_jax.launch.processes import leave
+from olmo_jax.launch.processes import exit_process
 number, logs, *command = sys.argv[1:]
 config = Config(mesh={"data": 4})
-leave(launch([sys.executable, *command], config, num_processes=int(number), logs=Path(logs)))
+exit_process(launch([sys.executable, *command], config, num_processes=int(number), logs=Path(logs)))
 """
 
 

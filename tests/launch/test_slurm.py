@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from olmo_jax.cli import main
-from olmo_jax.config import Config, load
+from olmo_jax.config import Config
+from olmo_jax.config_file import load
 from olmo_jax.errors import UserError
 from olmo_jax.launch import slurm
 from olmo_jax.launch.slurm import Job, render

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from olmo_jax.config.layers import EMPTY
+from olmo_jax.arch.layers import PADDING_LAYER
+from olmo_jax.arch.parameters import Parameter
 from olmo_jax.config.records import InitConfig, ModelConfig
 from olmo_jax.model.initialise import Initialiser
 
@@ -33,11 +34,12 @@ def _model(method, **fields):
     return ModelConfig(num_layers=NUM_LAYERS, d_model=WIDTH, init=init, **fields)
 
 
-def _sample(model, kind, *, layers=LAYER, name="w", shape=(256, 256), seed=0):
+def _sample(model, init, *, layers=LAYER, name="w", shape=(256, 256), seed=0):
     layers = np.array(layers)
     dims = ("chunks", "stages", "layers")[: layers.ndim]
-    make = Initialiser(jax.random.key(seed), model, "block.", layers, dims)
-    return np.asarray(make(name, shape, ("a", "b"), kind, fan_in=FAN_IN)[...])
+    described = {f"block.{name}": Parameter(shape, ("a", "b"), init, fan_in=FAN_IN)}
+    make = Initialiser(jax.random.key(seed), model, described, "block.", layers, dims)
+    return np.asarray(make(name)[...])
 
 
 @pytest.mark.parametrize("method", ["normal", "llama", "llama_depth", "fan_in"])
@@ -71,7 +73,7 @@ def test_embeddings_are_cut_only_under_normal(method, fields, sigma):
 def test_a_stacked_layer_has_the_values_of_the_layer_alone(method):
     model = _model(method)
     stacked = _sample(model, "routed_in", layers=(1, 3, 5), shape=(8, 16))
-    staged = _sample(model, "routed_in", layers=[[[1], [3]], [[5], [EMPTY]]], shape=(8, 16))
+    staged = _sample(model, "routed_in", layers=[[[1], [3]], [[5], [PADDING_LAYER]]], shape=(8, 16))
     for slot, layer in enumerate((1, 3, 5)):
         alone = _sample(model, "routed_in", layers=layer, shape=(8, 16))
         np.testing.assert_array_equal(stacked[slot], alone)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from olmo_jax.arch.parameters import Parameter
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.model.initialise import Initialiser
 from olmo_jax.model.norm import RMSNorm, rms_norm
@@ -36,8 +37,9 @@ def test_gradient_of_the_gain_is_summed_in_float32():
 
 
 def test_module_starts_with_gains_of_one():
-    make = Initialiser(jax.random.key(0), ModelConfig(), "norm.")
-    norm = RMSNorm(make, (4, 5), ("heads", "head_dim"), eps=1e-6, num_dims=2)
+    gain = Parameter((4, 5), ("heads", "head_dim"), "ones")
+    make = Initialiser(jax.random.key(0), ModelConfig(), {"norm.gain": gain})
+    norm = RMSNorm(make.inside("norm"), eps=1e-6, num_dims=2)
     x = jnp.asarray(RNG.normal(size=(1, 2, 4, 5)), jnp.float32)
     np.testing.assert_array_equal(norm.gain[...], np.ones((4, 5)))
     np.testing.assert_array_equal(norm(x), rms_norm(x, jnp.ones((4, 5)), eps=1e-6, num_dims=2))

@@ -26,8 +26,8 @@ TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
 
 @pytest.fixture(scope="module")
 def params():
-    trained, router_bias = initialise(MODEL, 0)
-    return {**trained, **router_bias}
+    trained, expert_bias = initialise(MODEL, 0)
+    return {**trained, **expert_bias}
 
 
 def test_a_leaf_by_another_name_is_named_and_not_taken_for_its_neighbour(params):

@@ -16,9 +16,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, PartitionSpec
 
 from olmo_jax.config.records import InitConfig, ModelConfig, RouterConfig
-from olmo_jax.model.balance import balance_loss, bias_update, expert_counts, z_loss
-from olmo_jax.model.initialise import Initialiser, RouterBias
+from olmo_jax.model.balance import bias_update, expert_counts
+from olmo_jax.model.initialise import ExpertBias, Initialiser
 from olmo_jax.model.router import Router, Routing, forced_experts, jitter, route
+from tests.model.losses import balance_loss, z_loss
 
 # The 13 configs were run through olmo_core 3.0.0, nn/moe/v2/router.py, on a CPU in FP32.
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -292,7 +293,7 @@ def test_padding_changes_no_other_token_and_no_gradient(poison, gating):
     config = RouterConfig(gating=gating)
 
     def value(x, weight):
-        found = plain_route(x, weight, config, real=real)
+        found = plain_route(x, weight, config, padding_mask=real)
         return jnp.sum(jnp.where(real[..., None], found.weights, 0) ** 2), found
 
     grad = jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
@@ -414,7 +415,7 @@ def test_leaves_are_those_that_the_config_asks_for():
         "bias": (64,),
         "score_bias": (64,),
     }
-    assert isinstance(full["score_bias"], RouterBias)
+    assert isinstance(full["score_bias"], ExpertBias)
     assert not isinstance(full["score_bias"], nnx.Param)
     assert make_router(small_model(score_correction_bias=True)).score_bias is not None
 
@@ -454,7 +455,7 @@ def test_shards_route_their_tokens_as_the_whole_batch_is_routed():
     def local(x, rows, positions, weight):
         x = jitter(x, 0.1, 3, 1, 2, rows, positions)
         real = jnp.ones(x.shape[:2], bool)
-        found = plain_route(x, weight, config, score_bias=jnp.zeros(8), real=real)
+        found = plain_route(x, weight, config, score_bias=jnp.zeros(8), padding_mask=real)
         return found, expert_counts(found.experts, real, 8)[:, None]
 
     tokens = PartitionSpec("data", "sequence")

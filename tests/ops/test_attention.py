@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from olmo_jax.arch import sizes
+from olmo_jax.arch.sizes import block_pairs, block_size
 from olmo_jax.errors import UserError
 from olmo_jax.ops.attention import attention, default_backend
-from olmo_jax.plan import static_sizes
-from olmo_jax.plan.static_sizes import block_pairs, block_size
 
 SCALE = 0.25
 
@@ -36,13 +36,13 @@ def _documents(length, *, padding=0):
 
 def _value_and_gradients(*inputs, window, backend, scale=SCALE):
     options = {"window": window, "backend": backend, "scale": scale}
-    return _compiled(*inputs, **options, block=static_sizes.BLOCK)
+    return _compiled(*inputs, **options, block=sizes.BLOCK)
 
 
 @partial(jax.jit, static_argnames=("window", "backend", "scale", "block"))
 def _compiled(q, k, v, d_out, segment_ids, *, window, backend, scale, block):
     """Give one program for each length of a block, which tests change."""
-    assert block == static_sizes.BLOCK
+    assert block == sizes.BLOCK
 
     def attend(q, k, v):
         return attention(
@@ -90,7 +90,7 @@ def _assert_agree(inputs, segment_ids, window, *, tolerance=2e-6, scale=SCALE):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of at most 8 positions, so that few positions make several."""
-    monkeypatch.setattr(static_sizes, "BLOCK", 8)
+    monkeypatch.setattr(sizes, "BLOCK", 8)
 
 
 @pytest.mark.parametrize("backend", ["dense", "blockwise"])
@@ -128,8 +128,8 @@ def test_backends_agree_in_values_and_gradients(small_blocks, length, kv_heads, 
 
 
 def test_backends_agree_over_blocks_of_the_real_size():
-    inputs = _inputs(static_sizes.BLOCK + 45, sequences=2)
-    _assert_agree(inputs, _documents(static_sizes.BLOCK + 45, padding=9), 100)
+    inputs = _inputs(sizes.BLOCK + 45, sequences=2)
+    _assert_agree(inputs, _documents(sizes.BLOCK + 45, padding=9), 100)
 
 
 def test_backends_agree_in_bfloat16(small_blocks):
@@ -183,7 +183,7 @@ def test_attention_needs_a_fraction_of_the_dense_memory_and_no_conditional():
     inputs = _inputs(1024, sequences=1)
     temporary = {}
     for backend in ("dense", "blockwise"):
-        options = {"window": None, "backend": backend, "scale": SCALE, "block": static_sizes.BLOCK}
+        options = {"window": None, "backend": backend, "scale": SCALE, "block": sizes.BLOCK}
         compiled = _compiled.lower(*inputs, None, **options).compile()
         temporary[backend] = compiled.memory_analysis().temp_size_in_bytes
         assert " conditional(" not in compiled.as_text()

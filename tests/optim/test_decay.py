@@ -1,13 +1,13 @@
 """Which weights decay."""
 
+from olmo_jax.arch.parameters import parameters
 from olmo_jax.config.records import ModelConfig, OptimConfig
 from olmo_jax.optim.decay import decay_mask
-from olmo_jax.plan.parameters import parameter_shapes
 
 
 def test_matrices_router_and_head_decay_and_the_embedding_norms_and_vectors_do_not():
     everything = ModelConfig(num_layers=2, attention_bias=True, scalable_softmax=True)
-    mask = decay_mask(parameter_shapes(everything), OptimConfig().no_decay)
+    mask = decay_mask(parameters(everything), OptimConfig().no_decay)
     assert mask["head.weight"]
     assert not mask["embedding.weight"]
     for name, decays in mask.items():

@@ -60,7 +60,7 @@ MESHES = [
 def first_step(program, batch=BATCH, **others):
     """Return state, metrics and gradients of one step from weights without structure."""
     state = cases.state_of(program, cases.weights_of(program), **others)
-    state, metrics = program.step(state, program.place(batch), 1e-3)
+    state, metrics = program.step(state, program.put(batch), 1e-3)
     metrics = cases.host(metrics)
     return state, metrics, cases.gradients_of(program, state, metrics["grad_norm"])
 
@@ -73,7 +73,7 @@ def steps(program_of):
 def wanted(program, batch=BATCH, **kwargs):
     params = cases.weights_of(program)
     bias = np.zeros((2, 8), np.float32)
-    return cases.oracle(program.config, {**params, cases.ROUTER_BIAS: bias}, batch, **kwargs)
+    return cases.oracle(program.config, {**params, cases.EXPERT_BIAS: bias}, batch, **kwargs)
 
 
 def check_first_step(program, taken, **kwargs):
@@ -91,7 +91,7 @@ def check_first_step(program, taken, **kwargs):
         "max_load": (counts.max(-1) / counts.mean(-1)).max(),
     }.items():
         np.testing.assert_allclose(metrics[name], value, rtol=ROUNDING, err_msg=name)
-    assert metrics["tokens"] == BATCH.real.sum()
+    assert metrics["tokens"] == BATCH.padding_mask.sum()
     assert (metrics["drop_rate"], metrics["skipped"], metrics["stop"]) == (0, 0, 0)
 
 
@@ -107,7 +107,7 @@ def test_gradients_and_metrics_of_a_step_are_one_devices(config, program_of, ste
 def test_the_oracle_is_the_public_objective(program_of):
     program = program_of(DENSE_AND_EXPERTS)
     parts, _, _ = wanted(program)
-    params = {**cases.weights_of(program), cases.ROUTER_BIAS: np.zeros((2, 8), np.float32)}
+    params = {**cases.weights_of(program), cases.EXPERT_BIAS: np.zeros((2, 8), np.float32)}
     _, public = jax.jit(lambda params: objective(program.config, params, BATCH))(params)
     np.testing.assert_allclose(parts, public, rtol=ROUNDING)
 
@@ -158,7 +158,7 @@ def test_fsdp_gathers_and_scatters_every_kind_of_leaf(reshard, model, program_of
     )
     program = program_of(config)
     params = cases.weights_of(program)
-    biases = {name: np.zeros(b.shape, "f4") for name, b in program.layout.shapes[1].items()}
+    biases = {name: np.zeros(b.shape, "f4") for name, b in program.layout.expert_biases.items()}
     _, metrics, gradients = first_step(program)
     parts, _, expected = cases.oracle(config, {**params, **biases}, BATCH)
     cases.assert_close(gradients, expected, ROUNDING)
@@ -202,7 +202,7 @@ def check_steps(program, rates):
     lines, weights = cases.train_on_one_device(program.config, main, batches, rates)
     state = cases.state_of(program, main)
     for batch, rate, line in zip(batches, rates, lines, strict=True):
-        state, metrics = program.step(state, program.place(batch), rate)
+        state, metrics = program.step(state, program.put(batch), rate)
         for name, value in line.items():
             np.testing.assert_allclose(metrics[name], value, rtol=ROUNDING, err_msg=name)
     cases.assert_close(cases.unstaged(program, state.main), weights, ROUNDING)
@@ -222,7 +222,7 @@ def assert_replicas_agree(state):
 def test_gradient_norm_counts_each_logical_element_once_and_is_one_number(config, program_of):
     program = program_of(config)
     state = cases.state_of(program, cases.weights_of(program))
-    state, metrics = program.step(state, program.place(BATCH), 1e-3)
+    state, metrics = program.step(state, program.put(BATCH), 1e-3)
     gradients = cases.gradients_of(program, state, float(metrics["grad_norm"]))
     norm = cases.norm_of(gradients)
     ranks = [float(shard.data) for shard in metrics["grad_norm"].addressable_shards]
@@ -247,7 +247,7 @@ def test_expert_counts_are_a_bincount_over_the_real_tokens_of_the_global_batch(p
                 num_experts=model.num_experts,
                 top_k=model.top_k,
             )
-            expected = np.bincount(np.asarray(experts)[BATCH.real].ravel(), minlength=8)
+            expected = np.bincount(np.asarray(experts)[BATCH.padding_mask].ravel(), minlength=8)
             np.testing.assert_array_equal(metrics["expert_counts"][row], expected)
 
 
@@ -258,7 +258,7 @@ def test_router_bias_moves_once_a_step_by_the_counts_of_all_microbatches(program
         counts = metrics["expert_counts"].astype(np.float64)
         moved = 0.01 * np.sign(counts.mean(-1, keepdims=True) - counts)
         np.testing.assert_array_equal(
-            state.router_bias[cases.ROUTER_BIAS], moved.astype(np.float32)
+            state.expert_bias[cases.EXPERT_BIAS], moved.astype(np.float32)
         )
 
 
@@ -318,7 +318,7 @@ def test_accumulation_changes_no_gradient(num_microbatches, microbatch, router, 
         parallel={"method": method},
     )
     program = program_of(config)
-    assert program.num_microbatches == num_microbatches
+    assert program.layout.num_microbatches == num_microbatches
     batch = cases.Batch(*(value[:rows] for value in BATCH))
     _, _, gradients = first_step(program, batch)
     cases.assert_close(gradients, wanted(program, batch)[2], ROUNDING)

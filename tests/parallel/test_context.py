@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from olmo_jax.data.layout import row_order
+from olmo_jax.arch import sizes
+from olmo_jax.arch.sizes import block_size, ring_hops
+from olmo_jax.data.sequence_layout import row_order
+from olmo_jax.inspect import jaxpr
 from olmo_jax.ops.attention import attention
 from olmo_jax.parallel import context
-from olmo_jax.plan import static_sizes
-from olmo_jax.plan.static_sizes import block_size, ring_hops
-from olmo_jax.program import jaxpr
 
 SCALE = 0.3
 POSITIONS = P(None, "sequence")
@@ -22,7 +22,7 @@ POSITIONS = P(None, "sequence")
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Pieces of several blocks each, of which the last one is not whole."""
-    monkeypatch.setattr(static_sizes, "BLOCK", 3)
+    monkeypatch.setattr(sizes, "BLOCK", 3)
 
 
 def inputs(length, heads, kv_heads, *, width=4, rows=2, dtype="float32"):

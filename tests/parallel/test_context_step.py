@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+from olmo_jax.arch.sizes import padded_length
 from olmo_jax.config.records import WindowConfig
 from olmo_jax.data.batch import IGNORED
-from olmo_jax.data.layout import lay_out
-from olmo_jax.plan.static_sizes import padded_length
-from olmo_jax.program import jaxpr
+from olmo_jax.data.sequence_layout import lay_out
+from olmo_jax.inspect import jaxpr
 from tests import cases
 from tests.parallel.test_agreement import (
     AUXILIARY_X1000,
@@ -91,13 +91,13 @@ def steps(program_of):
 
 
 def bias_of(program):
-    return {name: np.zeros(b.shape, np.float32) for name, b in program.layout.shapes[1].items()}
+    return {name: np.zeros(b.shape, np.float32) for name, b in program.layout.expert_biases.items()}
 
 
 def one_device(program, batch=BATCH):
     config = program.config
     scope = config.model.router.balance_scope
-    blocks = program.num_microbatches if scope == "global" else 1
+    blocks = program.layout.num_microbatches if scope == "global" else 1
     params = {**cases.weights_of(program), **bias_of(program)}
     return cases.oracle(config, params, batch, num_blocks=blocks)
 
@@ -121,7 +121,7 @@ def test_gradients_and_metrics_of_a_step_are_one_devices(name, program_of, steps
     }.items():
         np.testing.assert_allclose(metrics[metric], value, rtol=ROUNDING, err_msg=metric)
     np.testing.assert_array_equal(metrics["expert_counts"], counts)
-    assert metrics["tokens"] == BATCH.real.sum()
+    assert metrics["tokens"] == BATCH.padding_mask.sum()
     assert metrics["drop_rate"] == 0
 
 
@@ -169,12 +169,12 @@ def test_values_of_padding_change_nothing(name, program_of, steps):
 def test_an_evaluation_is_the_training_loss_without_drops(name, program_of):
     program = program_of(CASES[name])
     state = cases.state_of(program, cases.weights_of(program))
-    parts = cases.host(program.evaluate(state, program.place(BATCH)))
+    parts = cases.host(program.evaluate(state, program.put(BATCH)))
     expected = one_device(program)[0]
     np.testing.assert_allclose(
-        parts["ce_sum"] / parts["counted"], expected.cross_entropy, rtol=1e-5
+        parts["ce_sum"] / parts["loss_tokens"], expected.cross_entropy, rtol=1e-5
     )
-    assert parts["counted"] == ((BATCH.labels != IGNORED) & BATCH.real).sum()
+    assert parts["loss_tokens"] == ((BATCH.labels != IGNORED) & BATCH.padding_mask).sum()
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -208,7 +208,7 @@ def test_tokens_labels_positions_ids_and_masks_are_cut_alike(context, num_ranks,
     assert laid_out.tokens.shape[1] == padded_length(length, context, num_ranks)
     added = laid_out.segment_ids == -1
     assert added.sum() == laid_out.tokens.size - batch.tokens.size
-    assert not laid_out.real[added].any()
+    assert not laid_out.padding_mask[added].any()
     assert (laid_out.labels[added] == IGNORED).all()
     fields = ("tokens", "labels", "segment_ids", "positions", "real")
     for row in range(len(batch.tokens)):

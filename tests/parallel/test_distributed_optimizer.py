@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from olmo_jax.mesh.axes import AXES
-from olmo_jax.mesh.rules import METHODS, Placed, Spec, axes_used, further_spec
+from olmo_jax.mesh.specs import METHODS, ParameterSpecs, Spec, axes_used, further_spec
 from olmo_jax.parallel.distributed_optimizer import gather_to_resident, global_norm, reduce_to_main
 
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 2, "sequence": 1}
@@ -27,7 +27,7 @@ LEAVES = {
 def placed(name, shard):
     shape, compute = LEAVES[name]
     main = further_spec(shape, compute, METHODS["ddp"].main, SIZES) if shard else compute
-    return shape, Placed(compute, compute, main)
+    return shape, ParameterSpecs(compute, compute, main)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_gathered_weights_are_the_cast_of_the_main_weights(name, mesh):
     main = np.random.default_rng(1).normal(size=shape).astype(np.float32)
     run = jax.jit(
         jax.shard_map(
-            partial(gather_to_resident, placed=specs, dtype=jnp.dtype(jnp.bfloat16)),
+            partial(gather_to_resident, specs=specs, dtype=jnp.dtype(jnp.bfloat16)),
             mesh=mesh,
             in_specs=P(*specs.main),
             out_specs=P(*specs.compute),

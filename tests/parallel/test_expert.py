@@ -224,7 +224,7 @@ def test_devices_keep_what_numpy_keeps(num_ranks, factor, on_ranks):
 def test_combine_of_dispatch_is_the_identity_on_kept_routes(factor, on_ranks):
     def there_and_back(x, experts, real, slot):
         limit = None if factor is None else expert.capacity(factor, T, A)
-        plan = expert.make_plan(
+        plan = expert.plan_routes(
             experts, real, num_experts=E, limit=limit, axis="expert", num_ranks=W
         )
         weights = jax.nn.one_hot(slot, A)
@@ -242,7 +242,7 @@ def test_rows_and_their_inverse_map_agree_and_groups_are_counted_after_drops(on_
     limit = expert.capacity(0.75, T, A)
 
     def plan_of(experts, real):
-        plan = expert.make_plan(
+        plan = expert.plan_routes(
             experts, real, num_experts=E, limit=limit, axis="expert", num_ranks=W
         )
         return jax.tree.map(lambda value: value[None], plan)
@@ -252,7 +252,7 @@ def test_rows_and_their_inverse_map_agree_and_groups_are_counted_after_drops(on_
         _, experts, _, real, _ = inputs(seed)
         plans = jax.device_get(run(experts, real))
         for rank in range(W):
-            plan = expert.Plan(*(value[rank] for value in plans))
+            plan = expert.RoutePlan(*(value[rank] for value in plans))
             rows = np.flatnonzero(plan.route_of_row >= 0)
             assert len(rows) == plan.group_sizes.sum() <= limit
             np.testing.assert_array_equal(rows, np.arange(len(rows)))

@@ -5,12 +5,12 @@ from collections import defaultdict
 
 import pytest
 
+from olmo_jax.arch.parameters import parameters
 from olmo_jax.config.records import ModelConfig, WindowConfig
-from olmo_jax.mesh.axes import AXES
+from olmo_jax.inspect import MICROBATCHES, hlo, jaxpr
 from olmo_jax.plan.communication import communication, total_bytes
-from olmo_jax.plan.parameters import parameter_shapes
-from olmo_jax.program import MICROBATCHES, hlo, jaxpr
 from tests import cases
+from tests.cases import layout_of
 from tests.plan.traffic import counted, planned, sizes_of
 
 MOVED = ("weights", "gradients")
@@ -204,10 +204,7 @@ def test_what_backward_computes_again_is_sent_again(names, norm, parallel, progr
 @pytest.mark.parametrize("name", METHODS)
 def test_weights_and_gradients_of_ddp_are_sent_once_and_those_of_fsdp_with_every_microbatch(name):
     mesh, parallel = METHODS[name]
-    traffic = [
-        communication(config_of(mesh, parallel, m), dict.fromkeys(AXES, 1) | mesh)
-        for m in NUM_MICROBATCHES
-    ]
+    traffic = [communication(layout_of(config_of(mesh, parallel, m))) for m in NUM_MICROBATCHES]
     inside = [total_bytes(each, what=MOVED, in_loop=True) for each in traffic]
     assert inside == [m * inside[0] for m in NUM_MICROBATCHES]
     assert (inside[0] > 0) == (parallel.get("method") == "fsdp")
@@ -237,9 +234,9 @@ def test_bytes_of_a_parameter_are_those_of_the_closed_form(mesh, parallel, wante
     """
     model = {name: value for name, value in EVEN if name not in ("router", "dtype")}
     config = config_of(mesh, parallel, 1, model=model)
-    traffic = communication(config, sizes_of(config))
+    traffic = communication(layout_of(config))
     table = EVEN.vocab_size * EVEN.d_model
-    total = sum(leaf.size for leaf in parameter_shapes(EVEN).values())
+    total = sum(leaf.size for leaf in parameters(EVEN).values())
     inside, once = wanted
     saved = 2 * table if parallel.get("reshard", "full") == "full" and parallel.get("method") else 0
     assert total_bytes(traffic, what=MOVED, in_loop=True) == (inside * total - saved) * 7 / 8

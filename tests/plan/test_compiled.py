@@ -8,9 +8,10 @@ import math
 import pytest
 
 from olmo_jax.config.records import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from olmo_jax.plan.activations import held, workspace
-from olmo_jax.plan.memory import memory
-from olmo_jax.program.contract import memory_bytes
+from olmo_jax.inspect.contract import memory_bytes
+from olmo_jax.plan.activation_memory import held, workspace
+from olmo_jax.plan.state_memory import state_memory
+from tests.cases import layout_of
 
 MODEL = ModelConfig(
     num_layers=9,
@@ -69,9 +70,9 @@ CONFIGS = {
 def test_memory_is_as_planned(name, program_of):
     config = CONFIGS[name]
     found = memory_bytes(program_of(config).compiled)
-    sizes = dict(config.mesh)
-    state = memory(config, sizes)
+    layout = layout_of(config)
+    state = state_memory(layout)
     assert state.state == pytest.approx(found["alias"], rel=0.01)
-    spaces = sum(held(config, sizes)) + workspace(config, sizes, "cpu").most
+    spaces = sum(held(layout)) + workspace(layout, "cpu").most
     planned = state.persistent + state.gathered + spaces
     assert planned == pytest.approx(found["argument"] + found["temp"], rel=0.15)

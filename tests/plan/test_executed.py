@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from olmo_jax.arch.flops import Flops, flops_per_token
+from olmo_jax.arch.sizes import block_pairs
 from olmo_jax.config.records import (
     Config,
     MeshConfig,
@@ -12,11 +14,11 @@ from olmo_jax.config.records import (
     TrainConfig,
     WindowConfig,
 )
+from olmo_jax.inspect.jaxpr import live, matmul_flops
 from olmo_jax.mesh.devices import build_mesh
-from olmo_jax.plan.flops import Flops, block_pairs_count, flops_per_token, step_flops
-from olmo_jax.plan.static_sizes import block_pairs
-from olmo_jax.program.jaxpr import live, matmul_flops
+from olmo_jax.plan.flops import block_pairs_count, device_model_flops, hardware_flops
 from olmo_jax.train.program import build
+from tests.cases import layout_of
 
 MODEL = ModelConfig(
     num_layers=3,
@@ -110,13 +112,13 @@ def config(request):
 def test_executed_flops_are_those_of_the_traced_step(config):
     program = build(config, build_mesh(dict(config.mesh)))
     traced = program.jitted.trace(*program.abstract_arguments())
-    executed = step_flops(config, dict(config.mesh), executed=True)
+    executed = hardware_flops(layout_of(config))
     assert sum(executed.values(), start=Flops()).total == matmul_flops(live(traced.jaxpr))
 
 
 def test_useful_flops_of_all_devices_are_those_of_all_tokens(config):
     sizes, train = dict(config.mesh), config.train
-    one_device = sum(part.total for part in step_flops(config, sizes).values())
+    one_device = sum(part.total for part in device_model_flops(layout_of(config)).values())
     tokens = train.global_batch * train.sequence_length
     expected = flops_per_token(config.model, train.sequence_length) * tokens
     assert one_device * math.prod(sizes.values()) == pytest.approx(expected, rel=1e-12)

@@ -7,32 +7,34 @@ Training" (Ai2, 2026), here the report.
 import numpy as np
 import pytest
 
+from olmo_jax.arch.activations import block_activations, block_residuals, saved_names
+from olmo_jax.arch.parameters import active_parameters, parameters, total_parameters
+from olmo_jax.arch.sizes import capacity
 from olmo_jax.parallel.pipeline import interleaved, one_f_one_b_v, peak_live
 from olmo_jax.plan.communication import ring_bytes
 from olmo_jax.plan.hardware import GIB, MACHINES
-from olmo_jax.plan.memory import memory
-from olmo_jax.plan.parameters import active_parameters, parameter_shapes, total_parameters
-from olmo_jax.plan.plan import CHECKPOINT_BYTES, Plan
-from olmo_jax.plan.residuals import block_residuals, block_results
-from olmo_jax.plan.static_sizes import capacity
+from olmo_jax.plan.plan import Plan
+from olmo_jax.plan.state_memory import STATE_BYTES, state_memory
+from tests.cases import layout_of
 from tests.plan.test_recipes import recipe
 
 
 def families(model):
     """Return the number of (dense, expert) parameters."""
-    shapes = parameter_shapes(model).values()
+    shapes = parameters(model).values()
     experts = sum(leaf.size for leaf in shapes if "experts" in leaf.dims)
     return sum(leaf.size for leaf in shapes) - experts, experts
 
 
 def on_h200(config):
-    return Plan(config, dict(config.mesh), MACHINES["h200"])
+    return Plan(layout_of(config), MACHINES["h200"])
 
 
 def result_bytes(config):
     """Return the bytes of every result of a routed block, by name."""
     found = {}
-    for each in block_results(config, dict(config.mesh), routed=True):
+    saved = saved_names(config)
+    for each in block_activations(config.model, layout_of(config).device, saved, routed=True):
         found[each.name] = found.get(each.name, 0) + each.num_bytes
     return found
 
@@ -44,7 +46,7 @@ def result_bytes(config):
 def test_ddp_with_a_distributed_optimizer(ranks, each):
     config = recipe("tiny_64e", f"mesh.data={ranks}", "train.microbatch=1")
     parameters = total_parameters(config.model)
-    found = memory(config, dict(config.mesh))
+    found = state_memory(layout_of(config))
     assert (found.persistent - found.others) / parameters == each
 
 
@@ -54,7 +56,7 @@ def test_experts_divided_by_eight(ranks, each):
     mesh = ("mesh.expert=8", f"mesh.data={ranks // 8}", "train.microbatch=1")
     config = recipe("tiny_64e", *mesh)
     dense, experts = families(config.model)
-    found = memory(config, dict(config.mesh))
+    found = state_memory(layout_of(config))
     of_experts = found.persistent - found.others - (6 + 12 / ranks) * dense
     assert of_experts / experts == each
 
@@ -64,7 +66,7 @@ def test_the_benchmark_with_32_experts_on_4_devices():
     config = recipe("bench_8layer", "model.num_experts=32", "mesh.expert=4")
     assert f"{total_parameters(config.model) / 1e9:.3f}" == "13.037"
     assert f"{active_parameters(config.model) / 1e9:.3f}" == "3.172"
-    assert f"{memory(config, dict(config.mesh)).persistent / GIB:.2f}" == "62.02"
+    assert f"{state_memory(layout_of(config)).persistent / GIB:.2f}" == "62.02"
 
 
 # The same formulas on all recipes. Pipelines divide all layers and both ends evenly there; the
@@ -136,7 +138,9 @@ def test_activations_of_a_routed_block():
     found = {name: size / unit for name, size in result_bytes(config).items()}
     (block_input,) = (
         each.num_bytes / unit
-        for each in block_residuals(config, dict(config.mesh), routed=True)
+        for each in block_residuals(
+            config.model, layout_of(config).device, saved_names(config), routed=True
+        )
         if each.name == "block input"
     )
     attention = ("query", "key", "value", "attention", "attention_output")
@@ -150,8 +154,8 @@ def test_activations_of_a_routed_block():
 
 def test_a_checkpoint_has_three_fp32_copies():
     """Table 27: 166.7 B parameters, 621.10 GiB a copy, 1,863.3 GiB in all."""
-    assert f"{CHECKPOINT_BYTES * 166.725e9 / 3 / GIB:.2f}" == "621.10"
-    assert f"{CHECKPOINT_BYTES * 166.725e9 / GIB:.1f}" == "1863.3"
+    assert f"{STATE_BYTES * 166.725e9 / 3 / GIB:.2f}" == "621.10"
+    assert f"{STATE_BYTES * 166.725e9 / GIB:.1f}" == "1863.3"
     plan = on_h200(recipe("medium_128e"))
     assert plan.checkpoint_bytes == 12 * plan.total_parameters
 
@@ -210,7 +214,7 @@ def test_utilisation_of_the_reports_rates(rate, mfu):
 def test_the_plan_is_near_the_reports_rate_where_no_expert_traffic_is():
     """Tiny-64E without EP ran at 40.1%; with EP the transports differ."""
     config = recipe("tiny_64e")
-    plan = Plan(config, dict(config.mesh), MACHINES["b300"])
+    plan = Plan(layout_of(config), MACHINES["b300"])
     assert plan.fits
     assert plan.mfu == pytest.approx(0.401, rel=0.1)
 

@@ -5,13 +5,15 @@ import re
 
 import pytest
 
+from olmo_jax.arch.parameters import parameters
 from olmo_jax.config.records import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from olmo_jax.inspect import MICROBATCHES, hlo
+from olmo_jax.inspect.contract import memory_bytes
 from olmo_jax.mesh.axes import AXES
-from olmo_jax.plan.memory import memory
-from olmo_jax.plan.parameters import parameter_shapes
-from olmo_jax.program import MICROBATCHES, hlo
-from olmo_jax.program.contract import memory_bytes
+from olmo_jax.mesh.layout import Layout
+from olmo_jax.plan.state_memory import state_memory
 from tests import cases
+from tests.cases import layout_of
 
 FSDP = {"method": "fsdp"}
 
@@ -27,12 +29,12 @@ def config_of(mesh, parallel, model):
 
 
 def planned(mesh, parallel, model):
-    return memory(config_of(mesh, parallel, model), dict.fromkeys(AXES, 1) | mesh)
+    return state_memory(Layout(config_of(mesh, parallel, model), dict.fromkeys(AXES, 1) | mesh))
 
 
 def families(model):
     """Return the number of (dense, expert) parameters."""
-    shapes = parameter_shapes(model).values()
+    shapes = parameters(model).values()
     experts = sum(leaf.size for leaf in shapes if "experts" in leaf.dims)
     return sum(leaf.size for leaf in shapes) - experts, experts
 
@@ -69,7 +71,7 @@ def test_fsdp_holds_16_over_n_bytes_a_parameter_and_one_unit(mesh, recipes):
     model = recipes["Tiny-64E"]
     found = planned(mesh, FSDP, model)
     assert whole(found) == 16 * sum(families(model)) / 64
-    block = [leaf for name, leaf in parameter_shapes(model).items() if name.startswith("body.")]
+    block = [leaf for name, leaf in parameters(model).items() if name.startswith("body.")]
     experts = sum(leaf.size for leaf in block if "experts" in leaf.dims)
     dense = sum(leaf.size for leaf in block) - experts
     block_size = (dense + experts // mesh.get("expert", 1)) // block[0].shape[0]
@@ -111,7 +113,7 @@ def rewritten(compiled):
     """
     module = hlo.parse(compiled.as_text())
     found = []
-    for instruction, loops in hlo.walk(module):
+    for instruction, loops in hlo.instructions(module):
         if instruction.opcode == "while" and not loops and MICROBATCHES in instruction.op_name:
             (body,) = re.findall(r"\bbody=%?([\w.\-]+)", instruction.attributes)
             by_name = {each.name: each for each in module.computations[body]}
@@ -150,7 +152,7 @@ PROGRAMS = {
 def test_the_compiled_step_holds_what_the_plan_says(name, program_of):
     config = PROGRAMS[name]
     compiled = program_of(config).compiled
-    wanted = memory(config, dict(config.mesh))
+    wanted = state_memory(layout_of(config))
     # Every byte of the state, donated; the accumulators and a few sums of each microbatch.
     assert memory_bytes(compiled)["alias"] == wanted.state
     accumulated = sum(hlo.type_bytes(text) for text in rewritten(compiled))

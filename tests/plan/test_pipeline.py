@@ -11,23 +11,25 @@ import jax
 import numpy as np
 import pytest
 
-from olmo_jax.config.layers import body_grid
+from olmo_jax.arch.flops import Flops
+from olmo_jax.arch.layers import body_stages
+from olmo_jax.arch.parameters import parameters
+from olmo_jax.arch.sizes import capacity, received_rows
 from olmo_jax.config.records import WindowConfig
+from olmo_jax.inspect import hlo, jaxpr
+from olmo_jax.inspect.contract import memory_bytes
 from olmo_jax.mesh.axes import num_expert_ranks
 from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.ops.target import Target, tracing_for
-from olmo_jax.parallel.pipeline import SCHEDULES, bubble, executor, peak_live
+from olmo_jax.parallel.pipeline import bubble, executor, of_layout, peak_live
 from olmo_jax.parallel.pipeline.segments import tables
-from olmo_jax.plan import residuals
-from olmo_jax.plan.flops import Flops, step_flops
-from olmo_jax.plan.memory import memory
-from olmo_jax.plan.parameters import parameter_shapes
-from olmo_jax.plan.passes import num_ticks, row_positions
-from olmo_jax.plan.static_sizes import capacity, num_microbatches, received_rows
-from olmo_jax.program import hlo, jaxpr
-from olmo_jax.program.contract import memory_bytes
+from olmo_jax.plan import slots
+from olmo_jax.plan.flops import hardware_flops
+from olmo_jax.plan.passes import num_ticks
+from olmo_jax.plan.state_memory import state_memory
 from olmo_jax.train.program import build
 from tests import cases
+from tests.cases import layout_of
 from tests.plan.traffic import counted, planned
 
 FSDP = {"method": "fsdp"}
@@ -246,22 +248,21 @@ def test_every_schedule_sends_what_the_plan_says(config):
 
 @pytest.mark.parametrize("config", ALL)
 def test_executed_flops_are_those_of_every_tick(config):
-    executed = step_flops(config, dict(config.mesh), executed=True)
+    executed = hardware_flops(layout_of(config))
     assert sum(executed.values(), start=Flops()).total == traced(config).flops
 
 
 @pytest.mark.parametrize("config", ALL)
 def test_a_slot_holds_the_results_that_the_policy_names(config):
-    sizes = dict(config.mesh)
-    wanted = residuals.stage_residuals(config, sizes)
+    wanted = slots.stage_residuals(layout_of(config))
     assert traced(config).kept == Counter((each.dtype, each.shape) for each in wanted)
-    assert traced(config).slot_bytes == residuals.slot_bytes(config, sizes)
+    assert traced(config).slot_bytes == slots.slot_bytes(layout_of(config))
 
 
 def token_dims(config, sizes):
     """Return the dims that count tokens of a microbatch, or rows of the experts."""
     train, model = config.train, config.model
-    positions = row_positions(config, sizes)
+    positions = layout_of(config).positions
     experts = num_expert_ranks(sizes, fold_sequence=config.parallel.fold_sequence)
     tokens = train.microbatch * positions
     limit = capacity(config.parallel.capacity_factor, tokens, max(model.top_k, 1))
@@ -278,9 +279,7 @@ def test_nothing_that_follows_from_weights_alone_lies_in_a_slot(config):
     """All arrays of floats have tokens; the others are at most a row's count of each expert."""
     dims = token_dims(config, dict(config.mesh))
     counts = max(config.train.microbatch * config.model.num_experts, 1)
-    assert dims.isdisjoint(
-        d for leaf in parameter_shapes(config.model).values() for d in leaf.shape
-    )
+    assert dims.isdisjoint(d for leaf in parameters(config.model).values() for d in leaf.shape)
     for dtype, shape in traced(config).kept:
         small = "float" not in dtype and math.prod(shape[1:]) <= counts
         assert small or dims & {*shape}, (dtype, shape)
@@ -288,17 +287,13 @@ def test_nothing_that_follows_from_weights_alone_lies_in_a_slot(config):
 
 @pytest.mark.parametrize("config", ALL)
 def test_a_device_holds_the_state_and_the_gradients_that_the_plan_says(config):
-    wanted = memory(config, dict(config.mesh))
+    wanted = state_memory(layout_of(config))
     assert traced(config).state_bytes == wanted.state
     assert traced(config).gradient_bytes == wanted.gradients
 
 
 def _schedule(config):
-    make = SCHEDULES[config.parallel.pipeline_schedule]
-    sizes = dict(config.mesh)
-    return make(
-        sizes["pipeline"], config.parallel.pipeline_chunks, num_microbatches(config.train, sizes)
-    )
+    return of_layout.schedule_of(layout_of(config))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 5])
@@ -307,18 +302,18 @@ def _schedule(config):
 @pytest.mark.parametrize("name", ["interleaved", "gpipe"])
 def test_closed_forms_are_those_of_the_schedules(name, ranks, chunks, groups):
     config = config_of({"pipeline": ranks}, schedule_of(name, chunks), groups * ranks)
-    sizes, schedule = dict(config.mesh), _schedule(config)
+    schedule = _schedule(config)
     ticks = num_ticks(ranks, chunks, groups * ranks)
     assert schedule.forward.valid.any(axis=1).sum() == ticks
     assert schedule.backward.valid.any(axis=1).sum() == ticks
     assert bubble(schedule) == Fraction(ranks - 1, ticks)
-    assert tables(schedule).num_slots == residuals.num_slots(config, sizes)
-    live = [residuals.peak_live(config, sizes, rank) for rank in range(ranks)]
+    assert tables(schedule).num_slots == slots.num_slots(layout_of(config))
+    live = [slots.peak_live(layout_of(config), rank) for rank in range(ranks)]
     np.testing.assert_array_equal(live, peak_live(schedule))
 
 
 def executed(config):
-    return sum(step_flops(config, dict(config.mesh), executed=True).values(), start=Flops()).total
+    return sum(hardware_flops(layout_of(config)).values(), start=Flops()).total
 
 
 @pytest.mark.parametrize("microbatches", [8, 32])
@@ -334,7 +329,7 @@ def test_executed_flops_are_one_devices_stretched_by_bubble_and_places(layers, w
         model={"num_layers": layers},
         train=train,
     )
-    assert body_grid(four.model, 4, 2).waste == waste
+    assert body_stages(four.model, 4, 2).num_padding == waste
     one, longer = (
         executed(config_of({}, {}, microbatches, model={"num_layers": n}, train=train))
         for n in (layers, layers + 1)
@@ -369,7 +364,7 @@ def test_flops_of_a_device_are_those_of_the_bubble(microbatches):
 
     # Either data rank has its own microbatches.
     config, found = flops(10, {"pipeline": 4, "data": 2}, microbatches, chunks=2)
-    assert body_grid(config.model, 4, 2).waste == 0
+    assert body_stages(config.model, 4, 2).num_padding == 0
     three, four = (microbatches * flops(layers, {}, 1)[1] for layers in (3, 4))
     body = 8 * (four - three)
     ends = three - (four - three)
@@ -388,7 +383,7 @@ def test_program_and_temporary_memory_do_not_depend_on_the_number_of_microbatche
     held = [memory_bytes(one) for one in compiled]
     # The numbers of all microbatches, and how the allocator aligns buffers.
     assert held[1]["temp"] == pytest.approx(held[0]["temp"], rel=0.01)
-    wanted = memory(configs[0], dict(configs[0].mesh))
+    wanted = state_memory(layout_of(configs[0]))
     assert [one["alias"] for one in held] == [wanted.state] * 2
 
 
@@ -413,5 +408,5 @@ def test_temporary_memory_grows_by_what_waits_for_its_backward():
     )
     fewer, more = (traced(config).waiting_bytes for config in configs)
     assert many - few == pytest.approx(more - fewer, rel=0.01)
-    slots = [residuals.slot_bytes(config, dict(config.mesh)) for config in configs]
-    assert slots[1] - slots[0] > 0.8 * (more - fewer)
+    sizes = [slots.slot_bytes(layout_of(config)) for config in configs]
+    assert sizes[1] - sizes[0] > 0.8 * (more - fewer)

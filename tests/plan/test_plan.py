@@ -16,12 +16,13 @@ from olmo_jax.config.records import (
 )
 from olmo_jax.errors import UserError
 from olmo_jax.mesh.axes import AXES
-from olmo_jax.plan import report
-from olmo_jax.plan.changes import that_fit
+from olmo_jax.plan import render
+from olmo_jax.plan.alternatives import that_fit
 from olmo_jax.plan.command import sizes_for
 from olmo_jax.plan.hardware import MACHINES, bytes_per_s, in_one_node, link, machine
 from olmo_jax.plan.plan import Plan
 from olmo_jax.plan.step_time import TERMS
+from tests.cases import layout_of
 from tests.plan.test_recipes import FOLDER, RECIPES, recipe
 
 H200 = MACHINES["h200"]
@@ -29,7 +30,7 @@ H200 = MACHINES["h200"]
 
 def plan_of(name, *overrides, hardware=H200):
     config = recipe(name, *overrides)
-    return Plan(config, dict(config.mesh), hardware)
+    return Plan(layout_of(config), hardware)
 
 
 # Links.
@@ -66,7 +67,7 @@ def test_every_part_adds_up():
     spaces = max(parts["block"] + parts["dispatch"], parts["logits"])
     others = sum(parts.values()) - parts["total"] - parts["block"] - parts["dispatch"]
     assert parts["total"] == others - parts["logits"] + spaces
-    assert parts.keys() <= report.CATEGORIES.keys()
+    assert parts.keys() <= render.CATEGORIES.keys()
     assert sum(plan.terms.values()) == plan.step_time_s
     assert list(plan.terms) == list(TERMS)
     assert plan.terms[plan.dominant] == max(plan.terms.values())
@@ -114,14 +115,14 @@ def test_what_does_not_fit_is_told_which_one_change_makes_it_fit():
     assert all(other.fits for other in found.values())
     times = [other.step_time_s for other in found.values()]
     assert times == sorted(times)
-    said = report.text(plan)
+    said = render.text(plan)
     assert "does not fit" in said
     assert next(iter(found)) in said
 
 
 def test_a_pipeline_holds_slots_on_every_rank_alike():
     plan = plan_of("medium_128e")
-    said = report.text(plan)
+    said = render.text(plan)
     assert f"chunks alive at most: {', '.join(map(str, plan.live_chunks))}" in said
     assert plan.held.slots % max(plan.live_chunks) == 0
 
@@ -229,16 +230,16 @@ def test_windows_and_dense_models_have_a_plan():
         {"norm": "pre", "qk_norm": "none", "tie_embeddings": True},
     ):
         config = recipe("tiny_64e").model_copy(update={"model": ModelConfig(**update)})
-        plan = Plan(config, dict(config.mesh), H200)
+        plan = Plan(layout_of(config), H200)
         assert plan.fits
-        assert "MFU" in report.text(plan)
+        assert "MFU" in render.text(plan)
 
 
 def test_fsdp_is_planned_with_its_own_rows():
     config = recipe("tiny_64e").model_copy(
         update={"mesh": MeshConfig(fsdp=16), "parallel": ParallelConfig(method="fsdp")}
     )
-    plan = Plan(config, dict(config.mesh), H200)
+    plan = Plan(layout_of(config), H200)
     rows = {row.method: row for row in plan.methods}
     assert rows["FSDP / HSDP"].used
     assert not rows["DDP"].used

@@ -6,11 +6,11 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh
 
-from olmo_jax.config import load
+from olmo_jax.arch.flops import flops_per_token
+from olmo_jax.arch.parameters import active_parameters, total_parameters
+from olmo_jax.config_file import load
 from olmo_jax.mesh.axes import AXES
-from olmo_jax.plan.flops import flops_per_token
-from olmo_jax.plan.parameters import active_parameters, total_parameters
-from olmo_jax.plan.static_sizes import num_microbatches
+from olmo_jax.mesh.layout import num_microbatches
 from olmo_jax.train.program import build
 
 FOLDER = Path(__file__).parents[2] / "configs" / "olmo3moe"

@@ -6,11 +6,11 @@ import math
 import pytest
 
 from olmo_jax.cli import main
-from olmo_jax.config.rules import violations
 from olmo_jax.mesh.axes import AXES
 from olmo_jax.plan.hardware import MACHINES
-from olmo_jax.plan.report import search_text
+from olmo_jax.plan.render import search_text
 from olmo_jax.plan.search import candidates, meshes, reason_of, search
+from olmo_jax.rules.validation import violations
 from tests.plan.test_recipes import FOLDER, recipe
 
 H200, B300 = MACHINES["h200"], MACHINES["b300"]

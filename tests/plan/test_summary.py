@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from olmo_jax.arch.parameters import parameters
 from olmo_jax.config.records import (
     Config,
     DataConfig,
@@ -16,16 +17,17 @@ from olmo_jax.config.records import (
     WindowConfig,
 )
 from olmo_jax.mesh.axes import AXES
-from olmo_jax.plan.memory import whole_when_saved
-from olmo_jax.plan.parameters import parameter_shapes
-from olmo_jax.plan.residuals import slot_bytes
+from olmo_jax.mesh.layout import Layout
+from olmo_jax.plan.slots import slot_bytes
+from olmo_jax.plan.state_memory import whole_when_saved
 from olmo_jax.plan.summary import amount, summary, warnings
+from tests.cases import layout_of
 
 
 def test_a_glob_that_matches_no_parameter_is_named_with_a_name_that_exists():
     [text] = warnings(Config(optim=OptimConfig(no_decay=("embedding.*", "*nrom*"))))
     assert "'*nrom*'" in text
-    assert any(repr(name) in text for name in parameter_shapes(ModelConfig()))
+    assert any(repr(name) in text for name in parameters(ModelConfig()))
 
 
 def test_the_default_globs_are_for_all_models_and_warn_for_none():
@@ -100,7 +102,7 @@ def test_a_pipeline_is_described_by_its_bubble_its_slots_and_its_places(
     start = next(i for i, line in enumerate(lines) if line.startswith("  pipeline "))
     first, second, third = (line[len("  pipeline    ") :] for line in lines[start : start + 3])
     assert (first, third) == (times, places)
-    size = slot_bytes(config, dict(config.mesh))
+    size = slot_bytes(layout_of(config))
     assert second == f"{held}{amount(size)}B in all"
 
 
@@ -115,7 +117,5 @@ def test_a_number_of_ranks_that_divides_no_width_is_told_with_its_bytes():
         text = summary(config.model_copy(update={"mesh": MeshConfig(pipeline=ranks)}))
         assert (f"{ranks} divides no width" in text) == is_told
     # All six layers of the body: FP32 weights and two moments.
-    body = sum(
-        leaf.size for name, leaf in parameter_shapes(model).items() if name.startswith("body.")
-    )
-    assert whole_when_saved(config, {**dict.fromkeys(AXES, 1), "pipeline": 3}) == 12 * body
+    body = sum(leaf.size for name, leaf in parameters(model).items() if name.startswith("body."))
+    assert whole_when_saved(Layout(config, {**dict.fromkeys(AXES, 1), "pipeline": 3})) == 12 * body

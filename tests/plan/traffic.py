@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 
+from olmo_jax.inspect import MICROBATCHES, jaxpr
 from olmo_jax.plan.communication import communication
-from olmo_jax.program import MICROBATCHES, jaxpr
+from tests.cases import layout_of
 
 
 def sizes_of(config):
@@ -13,7 +14,7 @@ def sizes_of(config):
 def planned(config):
     """Return [collectives, bytes put in, bytes sent] of each sort, by the plan."""
     totals = defaultdict(lambda: [0, 0, 0.0])
-    for each in communication(config, sizes_of(config)):
+    for each in communication(layout_of(config)):
         total = totals[each.in_loop, each.kind, each.axes, each.dtype]
         total[0] += each.count
         total[1] += each.operand_bytes

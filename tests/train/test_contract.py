@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from olmo_jax.mesh.rules import axes_of_entry
-from olmo_jax.program import MICROBATCHES, hlo, measure
-from olmo_jax.program import jaxpr as jaxprs
+from olmo_jax.inspect import MICROBATCHES, hlo, measure
+from olmo_jax.inspect import jaxpr as jaxprs
+from olmo_jax.mesh.specs import axes_of_entry
 from tests import cases
 
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 1, "expert": 4, "sequence": 1}
@@ -23,7 +23,7 @@ def traced(program_of):
 
     def trace(num_microbatches):
         program = program_of(cases.bf16_on_eight(num_microbatches))
-        assert program.num_microbatches == num_microbatches
+        assert program.layout.num_microbatches == num_microbatches
         return program.jitted.trace(*program.abstract_arguments())
 
     return cache(trace)
@@ -95,8 +95,8 @@ def local_shape(shape, spec, sizes):
 
 def shapes_of(program, name):
     """Return the shapes of a leaf's gradient on a device: stacked, of a layer, of an expert."""
-    leaf, placed = program.layout.shapes[0][name], program.layout.placed[name]
-    whole = local_shape(leaf.shape, placed.compute, program.mesh.shape)
+    leaf, specs = program.layout.parameters[name], program.layout.specs[name]
+    whole = local_shape(leaf.shape, specs.compute, program.mesh.shape)
     layer = whole[1:] if name.startswith("body") else whole
     return [whole, layer, *([layer[1:]] if "experts" in name else [])]
 
@@ -121,7 +121,7 @@ def method(request, program_of, program, step_jaxpr):
 def test_every_product_that_yields_a_weight_gradient_is_fp32(method):
     program, jaxpr = method
     products = jaxprs.matmuls(jaxpr)
-    for name in program.layout.shapes[0]:
+    for name in program.layout.parameters:
         if "gain" not in name:
             found = jaxprs.with_shapes(products, shapes_of(program, name))
             assert found, name
@@ -134,7 +134,7 @@ def test_every_sum_that_holds_a_weight_gradient_is_fp32(method):
     program, jaxpr = method
     reductions = jaxprs.float_reductions(jaxpr, dict(program.mesh.shape))
     assert {collective.dtype for collective in reductions} == {"float32"}
-    shapes = [shape for name in program.layout.shapes[0] for shape in shapes_of(program, name)]
+    shapes = [shape for name in program.layout.parameters for shape in shapes_of(program, name)]
     sums = jaxprs.outputs(jaxpr, "add", "add_any", "reduce_sum", "scatter-add")
     carries = [value for value in jaxprs.scan_values(jaxpr) if value.source == "carry"]
     for values in (sums, carries):
@@ -146,9 +146,9 @@ def test_every_sum_that_holds_a_weight_gradient_is_fp32(method):
 
 def test_each_gradient_is_added_in_place_to_its_one_fp32_accumulator(method):
     program, jaxpr = method
-    leaves, placed = program.layout.shapes[0], program.layout.placed
+    leaves, specs = program.layout.parameters, program.layout.specs
     kept = {
-        name: local_shape(leaf.shape, placed[name].resident, program.mesh.shape)
+        name: local_shape(leaf.shape, specs[name].resident, program.mesh.shape)
         for name, leaf in leaves.items()
     }
     sizes = sorted(math.prod(shape) for shape in kept.values())

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from olmo_jax.config.records import WindowConfig
-from olmo_jax.config.rules import violations
+from olmo_jax.inspect import jaxpr
 from olmo_jax.mesh.devices import build_mesh
-from olmo_jax.parallel.pipeline import machine as machines
+from olmo_jax.parallel.pipeline import setup as machines
 from olmo_jax.parallel.pipeline import ticks
-from olmo_jax.program import jaxpr
+from olmo_jax.rules.validation import violations
 from olmo_jax.train.program import build
 from tests import cases
 from tests.parallel.pipeline.test_executor import poisoned
@@ -43,7 +43,7 @@ def config_of(mesh, chunks=1, layers=6, *, parallel=(), model=(), **others):
 
 
 def wanted(program, batch, **blocks):
-    shapes = program.layout.shapes[1]
+    shapes = program.layout.expert_biases
     bias = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items()}
     params = {**cases.weights_of(program), **bias}
     return cases.oracle(program.config, params, batch, **blocks)
@@ -68,7 +68,7 @@ def check(program, **blocks):
         }
     for name, value in values.items():
         np.testing.assert_allclose(metrics[name], value, rtol=ROUNDING, err_msg=name)
-    assert metrics["tokens"] == batch.real.sum()
+    assert metrics["tokens"] == batch.padding_mask.sum()
     assert (metrics["drop_rate"], metrics["skipped"], metrics["stop"]) == (0, 0, 0)
     return state, metrics, gradients
 
@@ -92,7 +92,7 @@ def test_a_step_with_experts_data_and_empty_places_is_one_devices(with_experts):
     # One move of each layer's bias, by the counts of all its microbatches.
     counts = metrics["expert_counts"].astype(np.float64)
     moved = 0.01 * np.sign(counts.mean(axis=1, keepdims=True) - counts)
-    bias = np.array(state.router_bias[cases.ROUTER_BIAS])
+    bias = np.array(state.expert_bias[cases.EXPERT_BIAS])
     np.testing.assert_allclose(bias, moved, atol=1e-7)
     # Weights that no layer has stay zero, through decay too.
     for leaves in (state.main, state.moments["mu"], state.moments["nu"]):
@@ -102,7 +102,7 @@ def test_a_step_with_experts_data_and_empty_places_is_one_devices(with_experts):
 def test_every_rank_has_the_same_metrics_and_state(with_experts):
     program, _ = with_experts
     state = cases.state_of(program, cases.weights_of(program))
-    state, metrics = program.step(state, program.place(BATCH), 1e-3)
+    state, metrics = program.step(state, program.put(BATCH), 1e-3)
     assert_replicas_agree((metrics, state))
     assert all(len(leaf.addressable_shards) == 8 for leaf in metrics.values())
 
@@ -111,7 +111,7 @@ def test_evaluation_is_the_training_loss_and_changes_nothing(with_experts):
     program, (_, metrics, _) = with_experts
     state = cases.state_of(program, cases.weights_of(program))
     before = cases.host(state)
-    found = cases.host(program.evaluate(state, program.place(BATCH)))
+    found = cases.host(program.evaluate(state, program.put(BATCH)))
     np.testing.assert_allclose(found["ce_sum"] / found["counted"], metrics["loss"], rtol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, cases.host(state), before)
 
@@ -239,7 +239,7 @@ def test_what_else_a_pipeline_goes_with_gives_one_devices_step(name):
     _, metrics, _ = check(program)
     if name in EVALUATED:
         state = cases.state_of(program, cases.weights_of(program))
-        found = cases.host(program.evaluate(state, program.place(BATCH)))
+        found = cases.host(program.evaluate(state, program.put(BATCH)))
         np.testing.assert_allclose(found["ce_sum"] / found["counted"], metrics["loss"], rtol=1e-6)
 
 
@@ -248,7 +248,7 @@ def test_learned_routes_give_one_devices_gradients(monkeypatch):
     router = {**AUXILIARY_X1000, "assignment": "learned"}
     program = build_here(config_of({"pipeline": 2, "expert": 2}, 2, router=router))
     params = cases.weights_of(program)
-    bias = {name: np.zeros(leaf.shape, "f4") for name, leaf in program.layout.shapes[1].items()}
+    bias = {name: np.zeros(leaf.shape, "f4") for name, leaf in program.layout.expert_biases.items()}
     assert smallest_margin(program.config, params | bias, BATCH, monkeypatch) > 1e-5
     check(program)
 

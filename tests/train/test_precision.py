@@ -26,7 +26,7 @@ def long_config(num_chunks, mesh=None, parallel=None):
 
 
 def step_from(program, main, batch):
-    state, metrics = program.step(cases.state_of(program, main), program.place(batch), 1e-3)
+    state, metrics = program.step(cases.state_of(program, main), program.put(batch), 1e-3)
     return cases.gradients_of(program, state, float(metrics["grad_norm"]))
 
 
@@ -38,7 +38,7 @@ def equal_tokens(num_real):
         labels=np.full(shape, 9, np.int32),
         segment_ids=np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape),
         positions=np.zeros(shape, np.int32),
-        real=(np.arange(NUM_TOKENS) < num_real).reshape(shape),
+        padding_mask=(np.arange(NUM_TOKENS) < num_real).reshape(shape),
         sequence=np.arange(ROWS, dtype=np.int32),
     )
 
@@ -73,7 +73,7 @@ def bf16_rounded(main):
 def check_against_fp32(program, batch, tolerance):
     main = cases.weights_of(program)
     experts = program.config.model.num_experts
-    bias = {cases.ROUTER_BIAS: np.zeros((program.config.model.num_routed_layers, experts), "f4")}
+    bias = {cases.EXPERT_BIAS: np.zeros((program.config.model.num_routed_layers, experts), "f4")}
     _, _, wanted = cases.oracle(program.config, {**bf16_rounded(main), **bias}, batch)
     cases.assert_close(step_from(program, main, batch), wanted, tolerance)
 
@@ -87,7 +87,7 @@ def test_bf16_gradients_of_a_long_microbatch_are_close_to_fp32(num_chunks, progr
 
 @pytest.mark.parametrize("parallel", [None, {"method": "fsdp"}], ids=["ddp", "hsdp"])
 def test_bf16_gradients_of_eight_devices_are_as_close_as_those_of_one(parallel, program_of):
-    # Sums over 700 tokens of random labels are small beside their addends: the worst leaf, a gain
+    # LossSums over 700 tokens of random labels are small beside their addends: the worst leaf, a gain
     # of 6 numbers, is off by 0.0495 on eight devices and, in the same arithmetic, on one.
     program = program_of(cases.bf16_on_eight(4, parallel))
     check_against_fp32(program, cases.unkind_batch(0, rows=32), 0.06)

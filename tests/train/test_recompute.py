@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from olmo_jax.config.residuals import ALWAYS_KEPT, GATHERED, NAMES, kept
-from olmo_jax.program import jaxpr as jaxprs
+from olmo_jax.arch.activations import ALWAYS_SAVED, GATHERED, NAMES, saved_names
+from olmo_jax.inspect import jaxpr as jaxprs
 from tests import cases
 
 BATCH = cases.unkind_batch(0)
@@ -19,7 +19,7 @@ def config_of(recompute, mesh=MESH, **settings):
 
 def step_of(program):
     state = cases.state_of(program, cases.weights_of(program))
-    state, metrics = program.step(state, program.place(BATCH), 1e-3)
+    state, metrics = program.step(state, program.put(BATCH), 1e-3)
     return cases.host(state), cases.host(metrics)
 
 
@@ -62,7 +62,7 @@ def test_a_step_of_fsdp_is_the_same_to_the_bit(recompute, reshard, program_of):
 
 def sites_of(program, name):
     traced = program.jitted.trace(*program.abstract_arguments())
-    return [site for site in jaxprs.walk(traced.jaxpr) if site.name == name]
+    return [site for site in jaxprs.equations(traced.jaxpr) if site.name == name]
 
 
 def names_in(program):
@@ -94,7 +94,7 @@ def test_every_name_is_that_of_a_result(program_of):
         parallel={"method": "fsdp"},
     )
     found, _ = names_in(program_of(config))
-    assert found == {*NAMES, *ALWAYS_KEPT, GATHERED}
+    assert found == {*NAMES, *ALWAYS_SAVED, GATHERED}
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ def test_what_is_computed_again_is_what_the_policy_names(recompute, again, mesh,
     config = cases.tiny(mesh, model=EVERY_RESULT, train={"recompute": recompute}, global_batch=2)
     _, found = names_in(program_of(config))
     assert found & set(NAMES) == again
-    assert kept(config) == {*NAMES, *ALWAYS_KEPT} - again
+    assert saved_names(config) == {*NAMES, *ALWAYS_SAVED} - again

@@ -9,12 +9,13 @@ import pytest
 from etils import epath
 
 from olmo_jax.checkpoint import Position, Saved, refuse_start
-from olmo_jax.config import Config, changes
+from olmo_jax.config import Config
 from olmo_jax.config.records import RouterConfig
 from olmo_jax.errors import UserError
 from olmo_jax.interop import huggingface
+from olmo_jax.rules import resume_policy
 from olmo_jax.train import resume
-from olmo_jax.train.metrics import Cut, cut_back
+from olmo_jax.train.metrics import Truncated, truncate
 from tests.cases import weights_of
 from tests.checkpoint.states import small
 from tests.data.folders import counting, open_folders, write_folder
@@ -45,11 +46,13 @@ def now(**sections: Any) -> Config:
 
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
-    keys = changes.keys()
-    assert all(changes.rule_of(key).why for key in keys)
+    keys = resume_policy.keys()
+    assert all(resume_policy.rule_of(key).why for key in keys)
     # A section stands for its keys only where they all are of one kind; these are named one by one.
-    assert {key for key in keys if key.startswith(("train.", "data."))} <= changes.RULES.keys()
-    for name in changes.RULES:
+    assert {
+        key for key in keys if key.startswith(("train.", "data."))
+    } <= resume_policy.RULES.keys()
+    for name in resume_policy.RULES:
         assert any(key == name or key.startswith(f"{name}.") for key in keys), name
 
 
@@ -62,7 +65,7 @@ def test_the_page_has_the_rule_of_every_key() -> None:
         "data": "with `--allow-change data`",
         "content": "yes, if they hold the same",
     }
-    for name, rule in changes.RULES.items():
+    for name, rule in resume_policy.RULES.items():
         assert f"| `{name}` | {words[rule.verdict]} | {rule.why} |\n" in page
 
 
@@ -95,7 +98,7 @@ def test_what_the_weights_were_trained_for_may_not_change_at_all(
     sections: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        resume.refuse_config(saved(), now(**sections), changes.ALLOWABLE)
+        resume.refuse_config(saved(), now(**sections), resume_policy.ALLOWABLE)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_what_the_weights_were_trained_for_may_not_change_at_all(
 def test_what_decides_the_data_may_change_with_its_flag_only(
     sections: dict[str, Any], flag: str
 ) -> None:
-    others = [name for name in changes.ALLOWABLE if name != flag]
+    others = [name for name in resume_policy.ALLOWABLE if name != flag]
     with pytest.raises(UserError, match=f"allow it with --allow-change {flag}"):
         resume.refuse_config(saved(), now(**sections), others)
     resume.refuse_config(saved(), now(**sections), [flag])
@@ -171,7 +174,7 @@ def test_what_changed_is_said_line_by_line() -> None:
 def test_a_key_that_an_older_checkpoint_lacks_had_its_default() -> None:
     older = saved().config
     del older["train"]["recompute"], older["checkpoint"]
-    found = changes.changes(older, now(checkpoint={"every": 5}))
+    found = resume_policy.changes(older, now(checkpoint={"every": 5}))
     assert [str(change) for change in found] == ["checkpoint.every 1000 -> 5"]
 
 
@@ -182,29 +185,29 @@ def lines(*steps: int) -> str:
 @pytest.mark.parametrize(
     ("content", "step", "left", "cut"),
     [
-        (lines(1, 2, 3), 3, lines(1, 2, 3), Cut(0, 0)),
-        (lines(1, 2, 3, 4, 5), 3, lines(1, 2, 3), Cut(2, 0)),
-        (lines(1, 2, 3) + '{"step": 4, "lo', 3, lines(1, 2, 3), Cut(0, 1)),
-        (lines(1, 2, 3, 4)[:-1], 4, lines(1, 2, 3, 4), Cut(0, 0)),
-        (lines(1, 2) + '{"st' + lines(3), 3, lines(1, 2), Cut(0, 1, ((3, 3),))),
-        (lines(3, 5, 8), 7, lines(3, 5), Cut(1, 0, ((1, 2), (4, 4), (6, 7)))),
-        (lines(1, 2, 3), 0, "", Cut(3, 0)),
-        ("", 0, "", Cut(0, 0)),
+        (lines(1, 2, 3), 3, lines(1, 2, 3), Truncated(0, 0)),
+        (lines(1, 2, 3, 4, 5), 3, lines(1, 2, 3), Truncated(2, 0)),
+        (lines(1, 2, 3) + '{"step": 4, "lo', 3, lines(1, 2, 3), Truncated(0, 1)),
+        (lines(1, 2, 3, 4)[:-1], 4, lines(1, 2, 3, 4), Truncated(0, 0)),
+        (lines(1, 2) + '{"st' + lines(3), 3, lines(1, 2), Truncated(0, 1, ((3, 3),))),
+        (lines(3, 5, 8), 7, lines(3, 5), Truncated(1, 0, ((1, 2), (4, 4), (6, 7)))),
+        (lines(1, 2, 3), 0, "", Truncated(3, 0)),
+        ("", 0, "", Truncated(0, 0)),
     ],
 )
 def test_each_step_is_left_once_up_to_the_restored_one(
-    tmp_path: Path, content: str, step: int, left: str, cut: Cut
+    tmp_path: Path, content: str, step: int, left: str, cut: Truncated
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(content)
-    assert cut_back(path, step) == cut
+    assert truncate(path, step) == cut
     assert path.read_text() == left
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_without_metrics_there_is_nothing_to_cut(tmp_path: Path) -> None:
-    assert cut_back(tmp_path / "metrics.jsonl", 0) == Cut(0, 0)
-    assert cut_back(tmp_path / "metrics.jsonl", 3) == Cut(0, 0, ((1, 3),))
+    assert truncate(tmp_path / "metrics.jsonl", 0) == Truncated(0, 0)
+    assert truncate(tmp_path / "metrics.jsonl", 3) == Truncated(0, 0, ((1, 3),))
 
 
 def test_whoever_is_killed_while_cutting_loses_nothing(
@@ -218,7 +221,7 @@ def test_whoever_is_killed_while_cutting_loses_nothing(
 
     monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        cut_back(path, 1)
+        truncate(path, 1)
     assert path.read_text() == lines(1, 2, 3)
 
 

@@ -26,7 +26,7 @@ def test_first_weights_do_not_depend_on_the_mesh(mesh, first, program_of):
 def test_weights_start_as_drawn_and_the_rest_at_zero(first):
     assert np.std(first.main["embedding.weight"]) == pytest.approx(0.02, rel=0.1)
     assert (np.asarray(first.main["head.norm.gain"]) == 1).all()
-    for leaf in jax.tree.leaves((first.moments, first.router_bias, first.history, first.step)):
+    for leaf in jax.tree.leaves((first.moments, first.expert_bias, first.history, first.step)):
         assert not np.asarray(leaf).any()
     jax.tree.map(np.testing.assert_array_equal, first.weights, first.main)
 
@@ -59,11 +59,10 @@ def test_a_rank_holds_its_share_of_the_optimizer_and_of_the_experts(first):
 
 def test_without_shard_optimizer_main_weights_lie_as_the_compute_weights_do(program_of):
     layout = program_of(cases.tiny(MESHES[0], shard_optimizer=False)).layout
-    assert all(placed.main == placed.compute for placed in layout.placed.values())
+    assert all(specs.main == specs.compute for specs in layout.specs.values())
 
 
 def test_router_bias_is_no_parameter(program_of):
     layout = program_of(cases.tiny(MESHES[0])).layout
-    assert list(layout.shapes[1]) == [cases.ROUTER_BIAS]
-    assert cases.ROUTER_BIAS not in layout.placed
-    assert cases.ROUTER_BIAS not in layout.decay
+    assert list(layout.expert_biases) == [cases.EXPERT_BIAS]
+    assert cases.EXPERT_BIAS not in layout.specs

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from olmo_jax.arch.sizes import capacity
 from olmo_jax.model import router
+from olmo_jax.model.execution import one_device
 from olmo_jax.model.objective import batch_sums
-from olmo_jax.model.placement import ONE_DEVICE
 from olmo_jax.model.transformer import by_period
-from olmo_jax.parallel.expert import capacity
 from tests import cases
 
 ROUNDING = 1e-5
@@ -40,16 +40,16 @@ def program(program_of):
 
 def state_with(program, bias=NO_BIAS, **others):
     main = others.pop("main", cases.weights_of(program))
-    return cases.state_of(program, main, router_bias={cases.ROUTER_BIAS: bias}, **others)
+    return cases.state_of(program, main, expert_bias={cases.EXPERT_BIAS: bias}, **others)
 
 
 def take(program, state, batch=BATCH):
-    state, metrics = program.step(state, program.place(batch), 1e-3)
+    state, metrics = program.step(state, program.put(batch), 1e-3)
     return state, cases.host(metrics)
 
 
 def params_of(program, bias):
-    return {**cases.weights_of(program), cases.ROUTER_BIAS: bias}
+    return {**cases.weights_of(program), cases.EXPERT_BIAS: bias}
 
 
 def smallest_margin(config, params, batch, monkeypatch):
@@ -58,14 +58,15 @@ def smallest_margin(config, params, batch, monkeypatch):
 
     def recorded(scores, logits, score_bias, settings, top_k):
         ranked = -np.sort(-np.asarray(scores + score_bias), axis=-1)
-        margins.append((ranked[..., top_k - 1] - ranked[..., top_k])[batch.real].min())
+        margins.append((ranked[..., top_k - 1] - ranked[..., top_k])[batch.padding_mask].min())
         return select(scores, logits, score_bias, settings, top_k)
 
     arrays = type(batch)(*map(jax.numpy.asarray, batch))
     params = by_period(config.model, jax.tree.map(jax.numpy.asarray, params))
     with monkeypatch.context() as patched, jax.disable_jit():
         patched.setattr(router, "_select", recorded)
-        batch_sums(config, params, arrays, ONE_DEVICE, step=jax.numpy.int32(0), training=True)
+        execution = one_device(training=True)
+        batch_sums(config, params, arrays, execution, jax.numpy.int32(0))
     assert len(margins) == config.model.num_routed_layers
     return min(margins)
 
@@ -94,7 +95,7 @@ def dropped_by_numpy(config, chosen):
     ranks, num_local = config.mesh.expert, config.model.num_experts // config.mesh.expert
     limit = capacity(FACTOR, config.train.microbatch * cases.LENGTH, len(chosen))
     dropped = 0
-    for rows in np.split(BATCH.real, len(BATCH.real) // ranks):
+    for rows in np.split(BATCH.padding_mask, len(BATCH.padding_mask) // ranks):
         wanted = np.bincount([e // num_local for e in chosen], minlength=ranks) * rows.sum()
         dropped += np.maximum(wanted - limit, 0).sum()
     return int(dropped)
@@ -107,16 +108,16 @@ SKEWED = {(0, 1): pushed(e0=20.0, e1=10.0), (0, 2): pushed(e0=20.0, e2=10.0)}
 def test_one_compiled_program_takes_any_routing(program, caplog):
     program.compile()
     states = [state_with(program, bias) for bias in (NO_BIAS, EMPTY_EXPERT, *SKEWED.values())]
-    batch = program.place(BATCH)
+    batch = program.put(BATCH)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         results = [program.step(state, batch, 1e-3)[1] for state in states]
     assert not [r for r in caplog.records if "ompil" in r.getMessage()]
     spread, _, *skewed = cases.host(results)
     assert spread["drop_rate"] == 0
-    routes = 2 * BATCH.real.sum()
+    routes = 2 * BATCH.padding_mask.sum()
     for chosen, metrics in zip(SKEWED, skewed, strict=True):
         wanted = np.zeros((2, 8))
-        wanted[:, chosen] = BATCH.real.sum()
+        wanted[:, chosen] = BATCH.padding_mask.sum()
         np.testing.assert_array_equal(metrics["expert_counts"], wanted)
         assert metrics["max_load"] == 4
         dropped = dropped_by_numpy(program.config, chosen)
@@ -128,22 +129,22 @@ def test_one_compiled_program_takes_any_routing(program, caplog):
 
 def test_evaluation_is_the_training_loss_when_nothing_drops_and_changes_nothing(program):
     state = state_with(program)
-    before, batch = cases.host(state), program.place(BATCH)
+    before, batch = cases.host(state), program.put(BATCH)
     parts = cases.host(program.evaluate(state, batch))
     jax.tree.map(np.testing.assert_array_equal, before, cases.host(state))
     _, metrics = take(program, state)
     assert metrics["drop_rate"] == 0
-    assert parts["counted"] == ((BATCH.labels != -100) & BATCH.real).sum()
-    np.testing.assert_allclose(parts["ce_sum"] / parts["counted"], metrics["loss"], rtol=1e-6)
+    assert parts["loss_tokens"] == ((BATCH.labels != -100) & BATCH.padding_mask).sum()
+    np.testing.assert_allclose(parts["ce_sum"] / parts["loss_tokens"], metrics["loss"], rtol=1e-6)
 
 
 def test_evaluation_drops_nothing_where_training_would(program):
     bias = SKEWED[0, 1]
     state = state_with(program, bias)
-    parts = cases.host(program.evaluate(state, program.place(BATCH)))
+    parts = cases.host(program.evaluate(state, program.put(BATCH)))
     _, metrics = take(program, state)
     wanted, _, _ = cases.oracle(program.config, params_of(program, bias), BATCH)
-    mean = parts["ce_sum"] / parts["counted"]
+    mean = parts["ce_sum"] / parts["loss_tokens"]
     np.testing.assert_allclose(mean, wanted.cross_entropy, rtol=1e-6)
     assert metrics["drop_rate"] > 0.4
     assert abs(metrics["loss"] - mean) > 1e-4
@@ -177,7 +178,7 @@ def test_a_refused_step_keeps_the_weights_but_moves_router_bias_and_history(prog
         equal(getattr(before, part), getattr(after, part))
     counts = metrics["expert_counts"]
     moved = np.sign(counts.mean(-1, keepdims=True) - counts) * np.float32(0.01)
-    equal(after.router_bias, {cases.ROUTER_BIAS: moved.astype(np.float32)})
+    equal(after.expert_bias, {cases.EXPERT_BIAS: moved.astype(np.float32)})
     equal(after.history["losses"], np.append(usual[1:], metrics["loss"]))
     equal(after.history["grad_norms"], np.append(100 * usual[1:], metrics["grad_norm"]))
     assert (after.step, after.moments["count"]) == (1, 0)
@@ -193,7 +194,7 @@ def test_a_usual_step_is_taken_and_remembered(program):
 
 
 def test_a_stop_signal_of_one_rank_reaches_all(program):
-    batch, rate = program.place(BATCH), np.float32(0)
+    batch, rate = program.put(BATCH), np.float32(0)
     for flags in np.eye(8, dtype=np.int32)[[0, 5]]:
         assert program.compiled(state_with(program), batch, rate, flags)[1]["stop"] == 1
     assert program.step(state_with(program), batch, 0.0, stop=True)[1]["stop"] == 1

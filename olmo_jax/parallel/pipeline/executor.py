@@ -19,10 +19,11 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from olmo_jax.errors import UserError
-from olmo_jax.parallel.pipeline import segments as plan
-from olmo_jax.parallel.pipeline.machine import Carry, Machine, assemble, at_the_start
-from olmo_jax.parallel.pipeline.parts import Parts, Tree, own, pick
+from olmo_jax.ops.varying import vary_everywhere
+from olmo_jax.parallel.pipeline import segments
+from olmo_jax.parallel.pipeline.parts import Parts, Tree, pick
 from olmo_jax.parallel.pipeline.schedule import Schedule, refusal
+from olmo_jax.parallel.pipeline.setup import Carry, Setup, assemble, at_the_start
 from olmo_jax.parallel.pipeline.ticks import advance, argument
 
 __all__ = ["Parts", "pick", "run"]
@@ -32,7 +33,7 @@ def run(
     schedule: Schedule,
     functions: Parts,
     *,
-    sinks: Parts | None,
+    accumulators: Parts | None,
     data: Tree,
     labels: Int32[Array, "M T"],
     ignored: int,
@@ -42,9 +43,9 @@ def run(
     The functions each return a share of the objective, which is differentiated (FP32, its global
     divisors in it), and sums, which are not (counts, losses to report):
 
-    - `first(sinks, data) -> (x, share, sums)`: a microbatch's input to the body;
-    - `body(sinks, x, data, chunk) -> (y, share, sums)`: one of this rank's chunks; y is like x;
-    - `last(sinks, rows, labels) -> (share, sums)`: some rows [t, D] of the body's output, and their
+    - `first(accumulators, data) -> (x, share, sums)`: a microbatch's input to the body;
+    - `body(accumulators, x, data, chunk) -> (y, share, sums)`: one of this rank's chunks; y is like x;
+    - `last(accumulators, rows, labels) -> (share, sums)`: some rows [t, D] of the body's output, and their
       labels [t]. Rows that do not count have the label `ignored`.
 
     They close over the weights, as this device's own (varying over all axes), and over whatever
@@ -52,15 +53,15 @@ def run(
     pipeline ranks have. A loop over layers reads each where it lies, `pick(weights, chunk, layer)`:
     a whole chunk would be copied.
 
-    Differentiated are the `sinks`: FP32 zeros that nobody reads, tied to weights (`ddp.attach`).
-    The body's are [chunks, ...], and `body` gets one chunk's. Gradients are like the sinks, and
+    Differentiated are the `accumulators`: FP32 zeros that nobody reads, tied to weights (`ddp.attach`).
+    The body's are [chunks, ...], and `body` gets one chunk's. Gradients are like the accumulators, and
     added up in place. Sums are added up in their own dtype; the body's come as [chunks, ...].
 
     A layer must stand under `jax.checkpoint` with an allow-list of names. What backward needs
     beyond weights and data lies in slots, as many as a rank has live activations (see
     `segments.Tables`).
 
-    With a schedule of forwards alone, `sinks` is None, each function gets None for them, and the
+    With a schedule of forwards alone, `accumulators` is None, each function gets None for them, and the
     gradients are None.
 
     Comm: along `pipeline`, in the dtype of x: two permutes of x a tick; a reduce-scatter and an
@@ -69,21 +70,25 @@ def run(
     Raises: UserError for a schedule that is not in lock-step; ValueError for arrays that do not fit
         the schedule.
     """
-    _check(schedule, sinks, (data, labels))
-    padded = _by_rank(own(labels), schedule.ranks, ignored)
-    machine = assemble(schedule, functions, sinks, own(data), padded)
-    carry = at_the_start(machine)
-    for loop in machine.program.loops:
-        carry = _loop(machine, carry, loop)
-    return (None if sinks is None else carry.gradients), carry.sums
+    _check(schedule, accumulators, (data, labels))
+    padded = _by_rank(vary_everywhere(labels), schedule.ranks, ignored)
+    setup = assemble(schedule, functions, accumulators, vary_everywhere(data), padded)
+    carry = at_the_start(setup)
+    for loop in setup.program.loops:
+        carry = _loop(setup, carry, loop)
+    return (None if accumulators is None else carry.gradients), carry.sums
 
 
-def _check(schedule: Schedule, sinks: Parts | None, data: Tree) -> None:
+def _check(schedule: Schedule, accumulators: Parts | None, data: Tree) -> None:
     reason = refusal(schedule)
     if reason is not None:
         raise UserError(reason)
-    if (sinks is None) != schedule.forward_only:
-        given, rule = ("no sinks", "needs") if sinks is None else ("sinks", "has no use for")
+    if (accumulators is None) != schedule.forward_only:
+        given, rule = (
+            ("no accumulators", "needs")
+            if accumulators is None
+            else ("accumulators", "has no use for")
+        )
         raise ValueError(f"{given} given, but the {schedule.name} schedule {rule} them")
     for leaf in jax.tree.leaves(data):
         if leaf.shape[0] != schedule.microbatches:
@@ -100,13 +105,13 @@ def _by_rank(labels: Int32[Array, "M T"], ranks: int, ignored: int) -> Int32[Arr
     return padded.reshape(len(labels), ranks, -1)
 
 
-def _loop(machine: Machine, carry: Carry, loop: plan.Loop) -> Carry:
+def _loop(setup: Setup, carry: Carry, loop: segments.Loop) -> Carry:
     """Run like iterations: one as it is, several as a scan."""
-    arguments = [[argument(machine, step) for step in iteration] for iteration in loop]
+    arguments = [[argument(setup, step) for step in iteration] for iteration in loop]
 
     def once(carry: Carry, arguments: list[Any]) -> tuple[Carry, None]:
         for step, numbers in zip(loop[0], arguments, strict=True):
-            carry = advance(machine, carry, step, numbers)
+            carry = advance(setup, carry, step, numbers)
         return carry, None
 
     if len(loop) == 1:

@@ -17,7 +17,7 @@ Index = Int32[Array, ""] | int
 
 
 class Parts(NamedTuple):
-    """Something of each part of the model: its function, its sinks, its gradients, its sums."""
+    """Something of each part of the model: its function, its accumulators, its gradients, its sums."""
 
     first: Any
     body: Any
@@ -45,11 +45,6 @@ def put(tree: Tree, values: Tree, place: Index) -> Tree:
         tree,
         values,
     )
-
-
-def own(tree: Tree) -> Tree:
-    """Mark every array as this device's own, as all is that a tick carries on to the next."""
-    return jax.tree.map(lambda leaf: vary_over(leaf, AXES), tree)
 
 
 def zeros(shapes: Tree, *leading: int) -> Tree:

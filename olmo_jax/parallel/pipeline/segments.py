@@ -75,7 +75,7 @@ def _on_last_stage(schedule: Schedule, ops: Ops) -> Bool[np.ndarray, " ticks"]:
 
 
 def _ticks(schedule: Schedule) -> list[Ticks]:
-    """Cut where the kind of work changes, and between the groups of the last stage."""
+    """SplitVjp where the kind of work changes, and between the groups of the last stage."""
     ops = schedule.forward, schedule.backward
     loss, turn = (_on_last_stage(schedule, table) for table in ops)
     forward, backward = (table.valid.any(axis=1) for table in ops)

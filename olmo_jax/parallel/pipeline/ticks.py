@@ -8,11 +8,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from olmo_jax.parallel.pipeline import segments as plan
-from olmo_jax.parallel.pipeline.machine import Carry, Machine
-from olmo_jax.parallel.pipeline.parts import own, pick, put
-from olmo_jax.parallel.pipeline.residuals import Known
+from olmo_jax.ops.varying import vary_everywhere
+from olmo_jax.parallel.pipeline import segments
+from olmo_jax.parallel.pipeline.parts import pick, put
 from olmo_jax.parallel.pipeline.schedule import Ops
+from olmo_jax.parallel.pipeline.setup import Carry, Setup
+from olmo_jax.parallel.pipeline.split_vjp import Known
 from olmo_jax.parallel.pipeline.transfers import join, send_back, send_on, share_out
 
 _MICROBATCH = Ops._fields.index("microbatch")
@@ -27,28 +28,28 @@ class Op(NamedTuple):
     slot: Int32[Array, ""]
 
 
-def argument(machine: Machine, step: plan.Step) -> Any:
+def argument(setup: Setup, step: segments.Step) -> Any:
     """Return the numbers in which a step differs from those that are like it."""
-    if isinstance(step, plan.Ticks):
+    if isinstance(step, segments.Ticks):
         inside = slice(step.start, step.stop)
-        return machine.forward[inside], machine.backward[inside]
+        return setup.forward[inside], setup.backward[inside]
     return np.int32(step.group)
 
 
-def advance(machine: Machine, carry: Carry, step: plan.Step, argument: Any) -> Carry:
+def advance(setup: Setup, carry: Carry, step: segments.Step, argument: Any) -> Carry:
     """Run a step, with its own or a like step's argument."""
-    if isinstance(step, plan.FirstForward):
-        return _first_forward(machine, carry, argument)
-    if isinstance(step, plan.FirstBackward):
-        return _first_backward(machine, carry, argument)
-    return lax.scan(
-        lambda carry, rows: (_tick(machine, step, carry, *rows), None), carry, argument
-    )[0]
+    if isinstance(step, segments.FirstForward):
+        return _first_forward(setup, carry, argument)
+    if isinstance(step, segments.FirstBackward):
+        return _first_backward(setup, carry, argument)
+    return lax.scan(lambda carry, rows: (_tick(setup, step, carry, *rows), None), carry, argument)[
+        0
+    ]
 
 
 def _tick(
-    machine: Machine,
-    ticks: plan.Ticks,
+    setup: Setup,
+    ticks: segments.Ticks,
     carry: Carry,
     forward: Int32[Array, "P 4"],
     backward: Int32[Array, "P 4"],
@@ -63,38 +64,38 @@ def _tick(
     if ticks.backward:
         back = send_back(back)
     if ticks.forward:
-        carry, y = _forward(machine, carry, _op(machine, forward))
+        carry, y = _forward(setup, carry, _op(setup, forward))
         y, back = lax.optimization_barrier((y, back))
     if ticks.loss:
-        rows = _share_rows(machine, y)
+        rows = _share_rows(setup, y)
         y, rows = lax.optimization_barrier((y, rows))
     if ticks.forward:
         carry = carry._replace(arrived=lax.optimization_barrier(send_on(y)))
     if rows is not None:
-        carry, d_rows = _loss(machine, carry, rows, forward[-1, _MICROBATCH])
+        carry, d_rows = _loss(setup, carry, rows, forward[-1, _MICROBATCH])
     if not ticks.turn:
         d_rows = None
-    elif machine.program.turns_wait:
+    elif setup.program.turns_wait:
         d_rows = pick(carry.turns, backward[-1, _MICROBATCH])
     if not ticks.backward:
         return carry
-    return _backward(machine, carry, _op(machine, backward), back, d_rows)
+    return _backward(setup, carry, _op(setup, backward), back, d_rows)
 
 
-def _op(machine: Machine, row: Int32[Array, "P 4"]) -> Op:
+def _op(setup: Setup, row: Int32[Array, "P 4"]) -> Op:
     """Return this rank's entry. The number of an only chunk is static."""
-    valid, chunk, microbatch, slot = own(row[machine.rank])
-    if machine.schedule.chunks == 1:
-        chunk = own(jnp.int32(0))
+    valid, chunk, microbatch, slot = vary_everywhere(row[setup.rank])
+    if setup.schedule.chunks == 1:
+        chunk = vary_everywhere(jnp.int32(0))
     return Op(valid == 1, chunk, microbatch, slot)
 
 
-def _forward(machine: Machine, carry: Carry, op: Op) -> tuple[Carry, Float[Array, "..."]]:
+def _forward(setup: Setup, carry: Carry, op: Op) -> tuple[Carry, Float[Array, "..."]]:
     """Run a chunk forward and keep its residuals."""
-    place = op.microbatch % (machine.program.inbox_groups * machine.schedule.ranks)
-    x = jnp.where(machine.is_first(op.chunk), pick(carry.inbox, place), carry.arrived)
-    known = Known(pick(machine.data, op.microbatch), (op.chunk,))
-    result = machine.cuts.body.forward(machine.sinks.body, x, known)
+    place = op.microbatch % (setup.program.inbox_groups * setup.schedule.ranks)
+    x = jnp.where(setup.is_first(op.chunk), pick(carry.inbox, place), carry.arrived)
+    known = Known(pick(setup.data, op.microbatch), (op.chunk,))
+    result = setup.parts.body.forward(setup.accumulators.body, x, known)
     total = pick(carry.sums.body, op.chunk)
     total = jax.tree.map(
         lambda old, new: old + jnp.where(op.valid, new, jnp.zeros_like(new)), total, result.sums
@@ -104,35 +105,37 @@ def _forward(machine: Machine, carry: Carry, op: Op) -> tuple[Carry, Float[Array
     return carry._replace(slots=slots, sums=sums), result.output
 
 
-def _share_rows(machine: Machine, y: Float[Array, "..."]) -> Float[Array, "t D"]:
+def _share_rows(setup: Setup, y: Float[Array, "..."]) -> Float[Array, "t D"]:
     """Return this rank's rows of the last rank's y, which has some more so that they divide."""
     rows = y.reshape(-1, y.shape[-1])
-    more = machine.rows.shape[0] * machine.schedule.ranks - rows.shape[0]
+    more = setup.rows.shape[0] * setup.schedule.ranks - rows.shape[0]
     padded = jnp.pad(rows, ((0, more), (0, 0)))
-    return share_out(padded, machine.on_last_rank, scope="share_rows")
+    return share_out(padded, setup.on_last_rank, scope="share_rows")
 
 
 def _loss(
-    machine: Machine, carry: Carry, rows: Float[Array, "t D"], microbatch: Int32[Array, ""]
+    setup: Setup, carry: Carry, rows: Float[Array, "t D"], microbatch: Int32[Array, ""]
 ) -> tuple[Carry, Float[Array, "t D"] | None]:
     """Run the last part on this rank's rows, and back at once."""
-    known = Known(pick(machine.labels, microbatch, machine.rank))
-    part, sinks = machine.cuts.last, machine.sinks.last
-    result = part.forward(sinks, rows, known)
+    known = Known(pick(setup.labels, microbatch, setup.rank))
+    part, accumulators = setup.parts.last, setup.accumulators.last
+    result = part.forward(accumulators, rows, known)
     last = jax.tree.map(jnp.add, carry.sums.last, result.sums)
     carry = carry._replace(sums=carry.sums._replace(last=last))
-    if machine.schedule.forward_only:
+    if setup.schedule.forward_only:
         return carry, None
-    one = own(jnp.float32(1))
-    last, d_rows = part.backward(result.kept, sinks, rows, known, (None, one), carry.gradients.last)
+    one = vary_everywhere(jnp.float32(1))
+    last, d_rows = part.backward(
+        result.kept, accumulators, rows, known, (None, one), carry.gradients.last
+    )
     carry = carry._replace(gradients=carry.gradients._replace(last=last))
-    if machine.program.turns_wait:
+    if setup.program.turns_wait:
         carry = carry._replace(turns=put(carry.turns, d_rows, microbatch))
     return carry, d_rows
 
 
 def _backward(
-    machine: Machine,
+    setup: Setup,
     carry: Carry,
     op: Op,
     back: Float[Array, "..."],
@@ -144,21 +147,21 @@ def _backward(
     """
     dy = back
     if d_rows is not None:
-        rows = join(d_rows, scope="gather_row_gradients")[: np.prod(machine.x.shape[:-1])]
-        dy = jnp.where(machine.on_last_rank, rows.reshape(machine.x.shape), back)
+        rows = join(d_rows, scope="gather_row_gradients")[: np.prod(setup.x.shape[:-1])]
+        dy = jnp.where(setup.on_last_rank, rows.reshape(setup.x.shape), back)
     dy = jnp.where(op.valid, dy, jnp.zeros_like(dy))
-    known = Known(pick(machine.data, op.microbatch), (op.chunk,))
-    added, dx = machine.cuts.body.backward(
+    known = Known(pick(setup.data, op.microbatch), (op.chunk,))
+    added, dx = setup.parts.body.backward(
         pick(carry.slots, op.slot),
-        machine.sinks.body,
+        setup.accumulators.body,
         dy,
         known,
         (dy, op.valid.astype(jnp.float32)),
         pick(carry.gradients.body, op.chunk),
     )
     body = put(carry.gradients.body, added, op.chunk)
-    place = op.microbatch % (machine.program.outbox_groups * machine.schedule.ranks)
-    leaves = op.valid & machine.is_first(op.chunk)
+    place = op.microbatch % (setup.program.outbox_groups * setup.schedule.ranks)
+    leaves = op.valid & setup.is_first(op.chunk)
     leaving = jnp.where(leaves, dx, pick(carry.outbox, place))
     return carry._replace(
         back=dx,
@@ -167,15 +170,15 @@ def _backward(
     )
 
 
-def _first_forward(machine: Machine, carry: Carry, group: Int32[Array, ""]) -> Carry:
+def _first_forward(setup: Setup, carry: Carry, group: Int32[Array, ""]) -> Carry:
     """Run the first part on a group's microbatches, one a rank, and bring them to rank 0."""
-    program, ranks = machine.program, machine.schedule.ranks
-    known = Known(pick(machine.data, group * ranks + machine.rank))
-    result = machine.cuts.first.forward(machine.sinks.first, None, known)
+    program, ranks = setup.program, setup.schedule.ranks
+    known = Known(pick(setup.data, group * ranks + setup.rank))
+    result = setup.parts.first.forward(setup.accumulators.first, None, known)
     entering = join(result.output[None], scope="gather_group")
     place = group % program.inbox_groups * ranks
     slots = carry.first_slots
-    if not machine.schedule.forward_only:
+    if not setup.schedule.forward_only:
         slots = put(slots, result.kept, group % program.first_slots)
     first = jax.tree.map(jnp.add, carry.sums.first, result.sums)
     return carry._replace(
@@ -185,18 +188,18 @@ def _first_forward(machine: Machine, carry: Carry, group: Int32[Array, ""]) -> C
     )
 
 
-def _first_backward(machine: Machine, carry: Carry, group: Int32[Array, ""]) -> Carry:
+def _first_backward(setup: Setup, carry: Carry, group: Int32[Array, ""]) -> Carry:
     """Hand a group's gradients out from rank 0, one microbatch a rank, and go back on each."""
-    program, ranks = machine.program, machine.schedule.ranks
+    program, ranks = setup.program, setup.schedule.ranks
     place = group % program.outbox_groups * ranks
     leaving = lax.dynamic_slice_in_dim(carry.outbox, place, ranks, 0)
-    dx = share_out(leaving, machine.rank == 0, scope="scatter_group")[0]
-    first, _ = machine.cuts.first.backward(
+    dx = share_out(leaving, setup.rank == 0, scope="scatter_group")[0]
+    first, _ = setup.parts.first.backward(
         pick(carry.first_slots, group % program.first_slots),
-        machine.sinks.first,
+        setup.accumulators.first,
         None,
-        Known(pick(machine.data, group * ranks + machine.rank)),
-        (dx, own(jnp.float32(1))),
+        Known(pick(setup.data, group * ranks + setup.rank)),
+        (dx, vary_everywhere(jnp.float32(1))),
         carry.gradients.first,
     )
     return carry._replace(gradients=carry.gradients._replace(first=first))

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from olmo_jax.errors import UserError
+from olmo_jax.inspect import hlo
+from olmo_jax.inspect import jaxpr as jaxprs
 from olmo_jax.mesh.axes import AXES
 from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.parallel.pipeline import (
@@ -24,10 +26,8 @@ from olmo_jax.parallel.pipeline import (
     ticks,
     validate,
 )
-from olmo_jax.parallel.pipeline import machine as machines
+from olmo_jax.parallel.pipeline import setup as machines
 from olmo_jax.parallel.pipeline.executor import Parts, run
-from olmo_jax.program import hlo
-from olmo_jax.program import jaxpr as jaxprs
 from tests.parallel.pipeline import toy
 
 ROWS, LENGTH = 4, 5
@@ -142,13 +142,13 @@ def poisoned(function, poison):
     def bad(value, op):
         return jnp.where(op.valid, value, jnp.full_like(value, poison))
 
-    def forward(machine, carry, op):
+    def forward(setup, carry, op):
         sick = carry._replace(arrived=bad(carry.arrived, op), inbox=bad(carry.inbox, op))
-        after, y = function(machine, sick, op)
+        after, y = function(setup, sick, op)
         return after._replace(inbox=carry.inbox), y
 
-    def backward(machine, carry, op, back, d_rows):
-        return function(machine, carry, op, bad(back, op), d_rows)
+    def backward(setup, carry, op, back, d_rows):
+        return function(setup, carry, op, bad(back, op), d_rows)
 
     return forward if function.__name__ == "_forward" else backward
 
@@ -275,7 +275,7 @@ def test_the_program_and_its_memory_do_not_grow_with_the_microbatches():
 
 def call(schedule, **changed):
     arguments = {
-        "sinks": Parts({}, {}, {}),
+        "accumulators": Parts({}, {}, {}),
         "data": {"tokens": np.zeros((4, 2), np.int32)},
         "labels": jnp.zeros((4, 2), jnp.int32),
         "ignored": toy.IGNORED,
@@ -295,10 +295,14 @@ def test_a_schedule_that_is_not_in_lockstep_is_refused_with_the_reason():
     [
         (
             interleaved(2, 1, 4),
-            {"sinks": None},
-            "no sinks given, but the interleaved schedule needs",
+            {"accumulators": None},
+            "no accumulators given, but the interleaved schedule needs",
         ),
-        (forward_only(2, 1, 4), {}, "sinks given, but the forward schedule has no use for them"),
+        (
+            forward_only(2, 1, 4),
+            {},
+            "accumulators given, but the forward schedule has no use for them",
+        ),
         (interleaved(2, 1, 6), {}, r"shape \[4, 2\], but the schedule has 6 microbatches"),
     ],
 )

@@ -1,6 +1,6 @@
 """A small pipelined model: embedding and a leading block, layers with experts, a head.
 
-Its parts are functions of weights, sinks and arrays, as the executor takes them. Without a mesh
+Its parts are functions of weights, accumulators and arrays, as the executor takes them. Without a mesh
 axis for the experts they are also what one device does, differentiated by JAX alone.
 """
 
@@ -14,7 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from olmo_jax.config.layers import EMPTY, grid
+from olmo_jax.arch.layers import PADDING_LAYER, stage_layout
 from olmo_jax.mesh.axes import AXES
 from olmo_jax.ops.varying import axes_of, vary_over
 from olmo_jax.parallel.ddp import attach
@@ -93,8 +93,8 @@ def layer(axis, w, x, data):
     return x + y.reshape(x.shape), aux, counts
 
 
-def tie(weights, sinks):
-    return weights if sinks is None else jax.tree.map(attach, weights, sinks)
+def tie(weights, accumulators):
+    return weights if accumulators is None else jax.tree.map(attach, weights, accumulators)
 
 
 def embed(w, data):
@@ -103,36 +103,36 @@ def embed(w, data):
     return mlp(w, checkpoint_name(x, "embedding")) * data.scale[..., None]
 
 
-def first(w, sinks, data):
-    x = KEEP(lambda sinks: embed(tie(w, sinks), data))(sinks)
+def first(w, accumulators, data):
+    x = KEEP(lambda accumulators: embed(tie(w, accumulators), data))(accumulators)
     return x, jnp.zeros(()), {"tokens": jnp.int32(data.tokens.size)}
 
 
-def last(w, sinks, rows, labels):
-    logits = rows @ tie(w, sinks)["head"]
+def last(w, accumulators, rows, labels):
+    logits = rows @ tie(w, accumulators)["head"]
     taken = jnp.sum(jax.nn.one_hot(labels, VOCAB) * logits, axis=-1)
     counts = labels != IGNORED
     entropy = jnp.sum(jnp.where(counts, jax.nn.logsumexp(logits, axis=-1) - taken, 0.0))
-    return entropy, {"loss": entropy, "counted": counts.sum(dtype=jnp.int32)}
+    return entropy, {"loss": entropy, "loss_tokens": counts.sum(dtype=jnp.int32)}
 
 
-def stage(w, numbers, axis, sinks, x, data, chunk):
+def stage(w, numbers, axis, accumulators, x, data, chunk):
     """Run a chunk's layers; an empty place passes its input on."""
 
     def one(carry, place):
         x, share = carry
-        number, sinks, there = place
+        number, accumulators, there = place
 
-        def inside(number, chunk, sinks, x, data):
-            return layer(axis, tie(pick(w, chunk, number), sinks), x, data)
+        def inside(number, chunk, accumulators, x, data):
+            return layer(axis, tie(pick(w, chunk, number), accumulators), x, data)
 
-        y, aux, counts = KEEP(inside)(number, chunk, sinks, x, data)
+        y, aux, counts = KEEP(inside)(number, chunk, accumulators, x, data)
         share = share + jnp.where(there, aux, 0.0)
         carry = jnp.where(there, y, x), vary_over(share, tuple(sorted(axes_of(x))))
         return carry, jnp.where(there, counts, 0)
 
     size = numbers.shape[1]
-    taken = vary_over(jnp.arange(size), AXES), sinks, pick(numbers, chunk) != EMPTY
+    taken = vary_over(jnp.arange(size), AXES), accumulators, pick(numbers, chunk) != PADDING_LAYER
     share = vary_over(jnp.zeros(()), tuple(sorted(axes_of(x))))
     (x, share), counts = lax.scan(one, (x, share), taken)
     return x, share, {"counts": counts, "aux": share}
@@ -180,23 +180,23 @@ def _sum(tree, axes):
 def program(schedule, mesh, num_layers):
     """Return a jitted function of (weights, data, labels) to sums and gradients, and its weights.
 
-    The body's weights are laid out on the grid of places, the empty ones filled with ones.
+    The body's weights are laid out by stages, padding layers filled with ones.
     """
-    places = grid(num_layers, schedule.ranks, schedule.chunks).layer
+    layers = stage_layout(num_layers, schedule.ranks, schedule.chunks).layers
     axis = "expert" if mesh.shape["expert"] > 1 else None
 
     def local(w, data, labels):
         w = w._replace(body=jax.tree.map(lambda leaf: leaf[:, 0], w.body))
         w, data, labels = jax.tree.map(lambda leaf: vary_over(leaf, AXES), (w, data, labels))
-        numbers = jnp.asarray(places)[:, lax.axis_index("pipeline")]
+        numbers = jnp.asarray(layers)[:, lax.axis_index("pipeline")]
         functions = Parts(
             partial(first, w.first), partial(stage, w.body, numbers, axis), partial(last, w.last)
         )
-        sinks = None if schedule.forward_only else jax.tree.map(jnp.zeros_like, w)
+        accumulators = None if schedule.forward_only else jax.tree.map(jnp.zeros_like, w)
         gradients, sums = run(
             schedule,
             functions,
-            sinks=sinks,
+            accumulators=accumulators,
             data=data,
             labels=labels.reshape(len(labels), -1),
             ignored=IGNORED,
@@ -219,18 +219,18 @@ def program(schedule, mesh, num_layers):
     specs = Parts(P(), BODY_SPECS, P())
     out = (P(), P(), P(None, "pipeline")), P(), () if schedule.forward_only else specs
     step = jax.shard_map(local, mesh=mesh, in_specs=(specs, BATCH, BATCH), out_specs=out)
-    return jax.jit(step), on_grid(weights(num_layers), places)
+    return jax.jit(step), on_grid(weights(num_layers), layers)
 
 
-def on_grid(w, places):
+def on_grid(w, layers):
     def leaf(value):
-        empty = np.ones((places.size - len(value), *value.shape[1:]), value.dtype)
-        return np.concatenate([value, empty]).reshape(*places.shape, *value.shape[1:])
+        empty = np.ones((layers.size - len(value), *value.shape[1:]), value.dtype)
+        return np.concatenate([value, empty]).reshape(*layers.shape, *value.shape[1:])
 
     return w._replace(body={name: leaf(value) for name, value in w.body.items()})
 
 
 def off_grid(leaf, num_layers):
-    """Return the layers of a leaf in order, and what the empty places hold."""
+    """Return the layers of a leaf in order, and what the empty layers hold."""
     flat = np.asarray(leaf).reshape(-1, *leaf.shape[3:])
     return flat[:num_layers], flat[num_layers:]

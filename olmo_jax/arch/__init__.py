@@ -1,0 +1,4 @@
+"""The model as data, without jax: layers, parameters, activations, sizes of blocks and tiles.
+
+Modules are built from it, specs are derived from it, the plan counts it and `interop` reads it.
+"""

@@ -1,0 +1,144 @@
+"""Where a run's first weights come from: another run, or a Hugging Face folder."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from olmo_jax.arch.parameters import parameters
+from olmo_jax.checkpoint import folders, reading
+from olmo_jax.checkpoint.checkpoints import read_saved
+from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, stored
+from olmo_jax.errors import UserError
+from olmo_jax.interop import files, huggingface
+from olmo_jax.interop.olmo3moe import model_config
+
+Leaves = dict[str, Any]
+
+
+def refuse_start(program: Any) -> None:
+    """Refuse a source of first weights that cannot give what `program` asks; no array is read.
+
+    Raises: UserError if `checkpoint.init_from` is not there, is the run itself, or has a leaf
+        missing, too much or of another shape.
+    """
+    config = program.config
+    source = config.checkpoint.init_from
+    if source is None:
+        return
+    folder, run_dir = _folder(source), Path(config.run_dir).resolve()
+    if run_dir in (resolved := Path(source).resolve(), *resolved.parents):
+        raise UserError(
+            f"checkpoint.init_from={source} is in run_dir={config.run_dir}; a run goes on in its "
+            "own folder by itself, and starts from the weights of another; write null, or another "
+            "run_dir"
+        )
+    if not _is_huggingface(folder):
+        wanted = _wanted(program)
+        reading.check_leaves(read_saved(source), wanted, _roles(program), config)
+        return
+    _refuse_moments(folder, program)
+    try:
+        shapes = parameters(model_config(files.read_config(Path(folder))))
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    _check(folder, shapes, program)
+
+
+def initial_weights(
+    path: str | os.PathLike[str], program: Any
+) -> tuple[Leaves, Leaves, Leaves | None]:
+    """Return main weights, router bias and moments (None unless asked for) as `path` has them.
+
+    A run folder gives its last checkpoint, or the one that `path` is; a Hugging Face folder has
+    neither moments nor router bias, which then starts at zero.
+
+    Raises: UserError if `path` is neither, or if a leaf is missing, too much or of another shape.
+    """
+    folder = _folder(path)
+    if _is_huggingface(folder):
+        return _from_huggingface(Path(folder), program)
+    saved, wanted = read_saved(path), _wanted(program)
+    reading.check_leaves(saved, wanted, _roles(program), program.config)
+    tree = nested(reading.read(saved, wanted))
+    main, expert_bias = tree["main"], tree.get("router_bias", {})
+    if not program.config.checkpoint.init_moments:
+        return main, expert_bias, None
+    count = tree["counters"]["moments"]
+    return main, expert_bias, {"mu": tree["mu"], "nu": tree["nu"], "count": count}
+
+
+def _folder(path: str | os.PathLike[str]) -> epath.Path:
+    folder = folders.path_of(path)
+    if not folder.exists():
+        raise UserError(
+            f"checkpoint.init_from={os.fspath(path)} is not there; a run folder or a Hugging Face "
+            "folder is needed; write the path of one, or null"
+        )
+    return folder
+
+
+def _is_huggingface(folder: epath.Path) -> bool:
+    return (folder / files.CONFIG).exists()
+
+
+def _roles(program: Any) -> tuple[str, ...]:
+    """Return the roles of the leaves that are read."""
+    moments = ("mu", "nu", "counters") if program.config.checkpoint.init_moments else ()
+    return (*WEIGHTS, *moments)
+
+
+def _wanted(program: Any) -> dict[Key, Any]:
+    """Return the leaves that are read of another run, as `program` lays them out."""
+    leaves, roles = flat(stored(program.abstract_stored())), _roles(program)
+    return {key: leaf for key, leaf in leaves.items() if key.role in roles}
+
+
+def _refuse_moments(folder: os.PathLike[str], program: Any) -> None:
+    if program.config.checkpoint.init_moments:
+        raise UserError(
+            f"checkpoint.init_moments=true, but checkpoint.init_from={os.fspath(folder)} is a "
+            "Hugging Face folder, and these hold no moments; write checkpoint.init_moments=false, "
+            "or name a run folder"
+        )
+
+
+def _from_huggingface(folder: Path, program: Any) -> tuple[Leaves, Leaves, None]:
+    _refuse_moments(folder, program)
+    _, params = huggingface.load(folder)
+    _check(folder, params, program)
+    like = program.abstract_stored()
+    main = {name: _put(np.asarray(params[name]), leaf) for name, leaf in like.main.items()}
+    expert_bias = {
+        name: _put(np.asarray(params.get(name, np.zeros(leaf.shape, leaf.dtype))), leaf)
+        for name, leaf in like.expert_bias.items()
+    }
+    return main, expert_bias, None
+
+
+def _check(folder: os.PathLike[str], found: Mapping[str, Any], program: Any) -> None:
+    """Compare a folder's leaves, arrays or shapes, with the program's."""
+    like = program.abstract_stored()
+    there = {name: list(leaf.shape) for name, leaf in found.items()}
+    asked = {name: list(leaf.shape) for name, leaf in like.main.items()}
+    # A selection bias that the folder lacks starts at zero.
+    asked |= {n: list(leaf.shape) for n, leaf in like.expert_bias.items() if n in there}
+    differing = sorted(name for name in {*there, *asked} if there.get(name) != asked.get(name))
+    if differing:
+        name = differing[0]
+        raise UserError(
+            f"checkpoint.init_from={os.fspath(folder)} has {name} as {there.get(name, 'no leaf')}, "
+            f"the model as {asked.get(name, 'no leaf')} ({len(differing)} leaves differ); weights "
+            "fit only a model of the same shapes; write model.* as that folder's config.json has it"
+        )
+
+
+def _put(value: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Place a leaf. Copies: the first step gives its buffers away."""
+    return jax.make_array_from_callback(
+        value.shape, like.sharding, lambda index: np.array(value[index], like.dtype)
+    )

@@ -1,0 +1,32 @@
+"""What a unit keeps for its backward pass, by name; the rest it computes again.
+
+Every product, attention, transfer and choice of the model names its result with `checkpoint_name`.
+What has no name (norms, activations, rotations, casts) is cheap and always computed again. Nothing
+derived from a weight alone is kept, but for a gathered weight where the reshard policy says so.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+
+
+def _is_kept(kept: frozenset[str], primitive: Primitive, *_: Any, **params: Any) -> bool:
+    if primitive.name == "name":
+        return params["name"] in kept
+    # cuDNN's attention has residuals of its own, which nobody can name from outside.
+    return "dot_product_attention_fwd" in primitive.name and "attention" in kept
+
+
+def save_only(
+    kept: Iterable[str], function: Callable[..., Any], *, scanned: bool = False
+) -> Callable[..., Any]:
+    """Wrap a unit's function so that backward keeps its arguments and what `kept` names.
+
+    Outside a loop a barrier keeps XLA from merging the second computation with the first. XLA:CPU
+    drops barriers before it merges: there a unit outside the loop over layers is computed once.
+    """
+    policy = partial(_is_kept, frozenset(kept))
+    return jax.checkpoint(function, policy=policy, prevent_cse=not scanned)

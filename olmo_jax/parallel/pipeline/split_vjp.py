@@ -1,0 +1,164 @@
+"""A function cut into a forward and a backward that run at different times, and what lies between.
+
+What the backward needs is of three kinds: what is at hand then too (weights, which the function
+closes over, and a microbatch's data); what follows from weights alone (a chunk's slice of them, a
+gathered weight), which is had again; and the rest, which is kept.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.interpreters import partial_eval
+from jaxtyping import Array, Float32, Int32
+
+from olmo_jax.ops.varying import vary_everywhere
+from olmo_jax.parallel.pipeline.parts import Tree
+
+Function = Callable[..., tuple[Tree, Float32[Array, ""], Tree]]
+"""(accumulators, x, data, *place) to (output, share of the objective, sums)."""
+
+
+class Known(NamedTuple):
+    """What is at hand in forward and backward: a microbatch's data, and which weights are meant."""
+
+    data: Tree
+    place: tuple[Int32[Array, ""], ...] = ()
+
+
+class Result(NamedTuple):
+    """What a forward yields; `kept` is for its backward."""
+
+    output: Tree
+    sums: Tree
+    kept: list[Array]
+
+
+@dataclass(frozen=True)
+class SplitVjp:
+    """One function, traced once. `sources` says where the backward finds each of its residuals."""
+
+    traced: ClosedJaxpr
+    results: Any
+    again: ClosedJaxpr
+    again_inputs: tuple[int, ...]
+    sources: tuple[tuple[str, int], ...]
+    pull: Any
+
+    @property
+    def shapes(self) -> Result:
+        """Return the shapes of a forward's results."""
+        leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.traced.out_avals]
+        return self._result(leaves)
+
+    def _result(self, leaves: list[Any]) -> Result:
+        size = self.results.num_leaves
+        output, sums = jax.tree.unflatten(self.results, leaves[:size])
+        return Result(output, sums, leaves[size:])
+
+    def forward(self, accumulators: Tree, x: Tree, known: Known) -> Result:
+        """Run the function."""
+        return self._result(jaxpr_as_fun(self.traced)(*jax.tree.leaves((accumulators, x, known))))
+
+    def backward(
+        self,
+        kept: Sequence[Array],
+        accumulators: Tree,
+        x: Tree,
+        known: Known,
+        cotangents: tuple[Tree, Float32[Array, ""]],
+        gradients: Tree,
+    ) -> tuple[Tree, Tree]:
+        """Return `gradients` with those of the accumulators added in place, and the gradient of x.
+
+        Of x only the structure is looked at.
+        """
+        inputs = jax.tree.leaves((accumulators, x, known))
+        again = jaxpr_as_fun(self.again)(*(inputs[i] for i in self.again_inputs))
+        found = {"kept": kept, "again": again}
+        pull = jax.tree.unflatten(self.pull, [found[kind][i] for kind, i in self.sources])
+        totals = jax.tree.map(jax.new_ref, (gradients, jax.tree.map(jnp.zeros_like, x)))
+        pull.with_refs(*totals)(cotangents)
+        return jax.tree.map(jax.freeze, totals)
+
+
+def split_vjp(function: Function, accumulators: Tree, x: Tree, known: Known) -> SplitVjp:
+    """Trace `function(accumulators, x, data, *place)`, for arguments like these.
+
+    Gradients are those of `accumulators` and x. What the function closes over must be the same whenever it
+    runs. Keep what it saves small: put its layers under `jax.checkpoint` with the names to keep.
+    """
+    trees: dict[str, Any] = {}
+
+    # Residuals may be NumPy's: a constant of the function.
+    def forward(accumulators: Tree, x: Tree, known: Known) -> tuple[list[Array], list[Any]]:
+        def share_of(accumulators: Tree, x: Tree) -> tuple[Tree, Tree]:
+            output, share, sums = vary_everywhere(
+                function(accumulators, x, known.data, *known.place)
+            )
+            return (output, share), sums
+
+        (output, _), pull, sums = jax.vjp(share_of, accumulators, x, has_aux=True)
+        residuals, trees["pull"] = jax.tree.flatten(pull)
+        results, trees["results"] = jax.tree.flatten((output, sums))
+        return results, residuals
+
+    traced = jax.make_jaxpr(forward)(accumulators, x, known)
+    jaxpr, size = traced.jaxpr, trees["results"].num_leaves
+    inputs = jax.tree.unflatten(jax.tree.structure((accumulators, x, known)), jaxpr.invars)
+    weights = [*jaxpr.constvars, *jax.tree.leaves((inputs[0], inputs[2].place))]
+    there = _follows_from(jaxpr, weights) | set(jax.tree.leaves(inputs[2].data))
+    kept, again, sources = _sort(jaxpr.outvars[size:], there)
+    rule, used = partial_eval.dce_jaxpr(jaxpr.replace(outvars=again), True)
+    return SplitVjp(
+        traced=_with_outputs(traced, [*jaxpr.outvars[:size], *kept]),
+        results=trees["results"],
+        again=ClosedJaxpr(rule, traced.consts),
+        again_inputs=tuple(i for i, is_used in enumerate(used) if is_used),
+        sources=sources,
+        pull=trees["pull"],
+    )
+
+
+def forward_only_vjp(function: Function, x: Tree, known: Known) -> SplitVjp:
+    """Trace `function(None, x, data, *place)` for its forward alone; accumulators are None."""
+    trees: dict[str, Any] = {}
+
+    def forward(x: Tree, known: Known) -> list[Array]:
+        output, _, sums = vary_everywhere(function(None, x, known.data, *known.place))
+        results, trees["results"] = jax.tree.flatten((output, sums))
+        return results
+
+    traced = jax.make_jaxpr(forward)(x, known)
+    return SplitVjp(traced, trees["results"], _with_outputs(traced, []), (), (), None)
+
+
+def _with_outputs(traced: ClosedJaxpr, outputs: list[Any]) -> ClosedJaxpr:
+    return ClosedJaxpr(traced.jaxpr.replace(outvars=outputs), traced.consts)
+
+
+def _follows_from(jaxpr: Jaxpr, given: Iterable[Any]) -> set[Any]:
+    """Return all variables that are functions of `given` alone."""
+    known = set(given)
+    for equation in jaxpr.eqns:
+        if all(isinstance(var, Literal) or var in known for var in equation.invars):
+            known.update(equation.outvars)
+    return known
+
+
+def _sort(
+    outputs: Sequence[Any], there: set[Any]
+) -> tuple[list[Any], list[Any], tuple[tuple[str, int], ...]]:
+    """Return what is kept, what is had again, and in which of the two each output is found."""
+    lists: dict[str, list[Any]] = {"kept": [], "again": []}
+    sources = []
+    for var in outputs:
+        kind = "again" if isinstance(var, Literal) or var in there else "kept"
+        if not any(var is other for other in lists[kind]):
+            lists[kind].append(var)
+        place = next(i for i, other in enumerate(lists[kind]) if other is var)
+        sources.append((kind, place))
+    return lists["kept"], lists["again"], tuple(sources)

@@ -1,0 +1,1 @@
+"""What the processes of a job need while it runs: environment, connection, barriers, watchdog."""

@@ -1,0 +1,324 @@
+"""A run's checkpoints: bit for bit onto any mesh, strict, and written behind the steps."""
+
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from olmo_jax.checkpoint import Checkpoints, Position, read_saved, restore_weights
+from olmo_jax.checkpoint.leaves import flat, stored
+from olmo_jax.config.records import CheckpointConfig, Config
+from olmo_jax.errors import UserError
+from olmo_jax.train.program import Program
+from tests.cases import tiny
+from tests.checkpoint.states import (
+    FACTS,
+    assert_same_bits,
+    bits_of,
+    differing,
+    random_state,
+    small,
+)
+
+matrix = pytest.mark.matrix
+KEEP = CheckpointConfig()
+FSDP = {"method": "fsdp"}
+WHOLE = {"shard_optimizer": False}
+
+LAYOUTS = {
+    "1": ({}, None),
+    "e2": ({"expert": 2}, None),
+    "d2": ({"data": 2}, None),
+    "d2-whole": ({"data": 2}, WHOLE),
+    "d4": ({"data": 4}, None),
+    "d2e2-whole": ({"data": 2, "expert": 2}, WHOLE),
+    "d2e4": ({"data": 2, "expert": 4}, None),
+    "e8": ({"expert": 8}, None),
+    "d8": ({"data": 8}, None),
+    "f2-fsdp": ({"fsdp": 2}, FSDP),
+    "f4-fsdp": ({"fsdp": 4}, FSDP),
+    "d2f2e2-fsdp": ({"data": 2, "fsdp": 2, "expert": 2}, FSDP),
+    "f4e2-fsdp": ({"fsdp": 4, "expert": 2}, FSDP),
+    "f8-fsdp": ({"fsdp": 8}, FSDP),
+    "p2": ({"pipeline": 2}, None),
+    "p2-whole": ({"pipeline": 2, "data": 2}, WHOLE),
+    "p4d2": ({"pipeline": 4, "data": 2}, None),
+    "p2c2e2": ({"pipeline": 2, "expert": 2}, {"pipeline_chunks": 2}),
+    "p2c2f2e2-fsdp": ({"pipeline": 2, "fsdp": 2, "expert": 2}, FSDP | {"pipeline_chunks": 2}),
+}
+PAIRS = [
+    ("d2e4", "f4-fsdp"),
+    *(
+        pytest.param(source, target, marks=matrix)
+        for source, target in [
+            ("1", "d2e4"),
+            ("d2e4", "1"),
+            ("1", "f8-fsdp"),
+            ("f8-fsdp", "1"),
+            ("d2", "e2"),
+            ("e2", "d2-whole"),
+            ("d2-whole", "f2-fsdp"),
+            ("f2-fsdp", "d4"),
+            ("d4", "d2e2-whole"),
+            ("d2e2-whole", "e8"),
+            ("e8", "f4e2-fsdp"),
+            ("f4e2-fsdp", "d8"),
+            ("d8", "d2f2e2-fsdp"),
+            ("d2f2e2-fsdp", "d2e4"),
+            ("f4-fsdp", "f4e2-fsdp"),
+            ("p2c2e2", "p4d2"),
+            ("1", "p4d2"),
+            ("p4d2", "f8-fsdp"),
+            ("d2e4", "p2c2f2e2-fsdp"),
+            ("p2c2f2e2-fsdp", "p2-whole"),
+            ("p2-whole", "p2"),
+            ("p2", "p2c2e2"),
+        ]
+    ),
+]
+
+
+def config_of(layout: str) -> Config:
+    sizes, parallel = LAYOUTS[layout]
+    router = {"bias_gamma": 0.01}
+    # An array of each role, and few compilations: a leaf that is odd, one that experts divide.
+    # Five layers leave places of four stages empty.
+    model = {"num_layers": 5, "num_dense_layers": 0, "embedding_norm": False, "qk_norm": "none"}
+    config = tiny(sizes, router=router, model=model)
+    changed = config.parallel.model_copy(update=parallel or {})
+    return config.model_copy(update={"parallel": changed})
+
+
+def write(run_dir: Path, config: Config, state, *steps: int, keep: CheckpointConfig = KEEP) -> None:
+    with Checkpoints(run_dir, keep) as checkpoints:
+        for step in steps:
+            position = Position(step, 16 * step, 300 * step)
+            checkpoints.save(state, position, config=config, facts=FACTS)
+
+
+def restored(run_dir: Path, program: Program, step: int | None = None):
+    with Checkpoints(run_dir, KEEP) as checkpoints:
+        return checkpoints.restore(program, step)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_every_leaf_comes_back_bit_for_bit_on_another_mesh_and_method(
+    tmp_path: Path, program_of, source: str, target: str
+) -> None:
+    before, after = program_of(config_of(source)), program_of(config_of(target))
+    state = random_state(before)
+    write(tmp_path, before.config, before.stored(state), 3)
+    found, saved = restored(tmp_path, after)
+    assert_same_bits(after.stored(found), before.stored(state))
+    for key, leaf in flat(stored(found)).items():
+        wanted = flat(stored(after.abstract_arguments()[0]))[key]
+        assert leaf.shape == wanted.shape
+        assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), key
+    wanted = after.rebuild(found.main)
+    for name, leaf in found.weights.items():
+        assert np.asarray(leaf).tobytes() == np.asarray(wanted[name]).tobytes()
+    assert saved.position == (3, 48, 900)
+    assert saved.config == before.config.model_dump(mode="json")
+
+
+@pytest.fixture(scope="module")
+def program(program_of) -> Program:
+    return program_of(small())
+
+
+@pytest.fixture(scope="module")
+def state(program: Program):
+    return random_state(program)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory, program: Program, state) -> Path:
+    """A run folder with one checkpoint; only read."""
+    folder = tmp_path_factory.mktemp("run")
+    write(folder, program.config, state, 3)
+    return folder
+
+
+def test_what_is_saved_beside_the_arrays_is_read_without_them(run_dir, program) -> None:
+    saved = read_saved(run_dir)
+    assert (saved.seed, saved.facts) == (program.config.seed, FACTS)
+    assert Config.model_validate(saved.config) == program.config
+    assert saved.folder.name == "step_3"
+
+
+def test_the_disk_holds_twelve_bytes_a_parameter(tmp_path: Path, program_of) -> None:
+    program = program_of(small(vocab_size=40_000))
+    write(tmp_path, program.config, random_state(program), 1)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    num_parameters = sum(leaf.size for leaf in program.layout.parameters.values())
+    assert 12 <= sum(path.stat().st_size for path in files) / num_parameters < 12.5
+
+
+def test_compute_weights_are_not_stored(run_dir: Path) -> None:
+    roles = {key.role for key in read_saved(run_dir).leaves}
+    assert roles == {"main", "mu", "nu", "router_bias", "history", "counters"}
+
+
+def test_a_save_ends_behind_the_step_that_its_buffers_are_given_to(
+    tmp_path: Path, monkeypatch, program: Program, state
+) -> None:
+    """The folder cannot get its name before the steps that overwrite the buffers are done."""
+    may_go_on = threading.Event()
+    plain = os.rename
+
+    def rename(*paths) -> None:
+        assert may_go_on.wait(60)
+        plain(*paths)
+
+    monkeypatch.setattr(os, "rename", rename)
+    wanted = bits_of(state)
+    given = jax.jit(partial(jax.tree.map, jnp.copy))(state)
+    step = jax.jit(partial(jax.tree.map, lambda leaf: leaf * 0 - 1), donate_argnums=0)
+    with Checkpoints(tmp_path, KEEP) as checkpoints:
+        checkpoints.save(given, Position(1, 16, 300), config=program.config, facts=FACTS)
+        for _ in range(3):
+            given = step(given)
+        jax.block_until_ready(given)
+        assert checkpoints.steps() == []
+        may_go_on.set()
+        checkpoints.wait()
+        assert checkpoints.steps() == [1]
+        found, _ = checkpoints.restore(program)
+    assert differing(bits_of(found), wanted) == []
+
+
+def test_large_arrays_are_written_as_they_were_when_they_are_overwritten_at_once(
+    tmp_path: Path, program_of
+) -> None:
+    program = program_of(small(vocab_size=200_000))
+    given = random_state(program)
+    wanted = bits_of(given)
+    step = jax.jit(partial(jax.tree.map, lambda leaf: leaf * 0 - 1), donate_argnums=0)
+    step = step.lower(given).compile()
+    with Checkpoints(tmp_path, KEEP) as checkpoints:
+        checkpoints.save(given, Position(1, 16, 300), config=program.config, facts=FACTS)
+        jax.block_until_ready(step(given))
+        found, _ = checkpoints.restore(program)
+    assert differing(bits_of(found), wanted) == []
+
+
+def test_the_newest_and_every_nth_are_kept(tmp_path: Path, program: Program, state) -> None:
+    keep = CheckpointConfig(keep=2, keep_every=3)
+    write(tmp_path, program.config, state, *range(1, 9), keep=keep)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "step_3",
+        "step_6",
+        "step_7",
+        "step_8",
+    ]
+
+
+def test_an_error_leaves_the_checkpoint_before_the_newest(
+    tmp_path: Path, program: Program, state
+) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    checkpoints.__enter__()
+    for step in (1, 2):
+        position = Position(step, 1, 1)
+        checkpoints.save(state, position, config=program.config, facts=FACTS)
+    error = UserError("bad steps")
+    checkpoints.__exit__(UserError, error, None)
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_a_step_that_is_there_is_not_written_again(tmp_path: Path, program, state) -> None:
+    write(tmp_path, program.config, state, 2)
+    folder = tmp_path / "checkpoints" / "step_2"
+    inode = folder.stat().st_ino
+    write(tmp_path, program.config, state, 2)
+    assert folder.stat().st_ino == inode
+    other = random_state(program, seed=1)
+    write(tmp_path, program.config, other, 2)
+    assert_same_bits(restored(tmp_path, program)[0], other)
+
+
+def test_the_skip_rules_window_may_change(run_dir: Path, program_of, state) -> None:
+    config = small()
+    optim = config.optim.model_copy(update={"skip_window": 5})
+    found, _ = restored(run_dir, program_of(config.model_copy(update={"optim": optim})))
+    for name in ("losses", "grad_norms"):
+        newest = np.asarray(state.history[name])[-5:]
+        assert np.asarray(found.history[name]).tobytes() == newest.tobytes()
+    assert int(found.history["size"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"num_experts": 8},
+            [
+                "has main/body.moe.experts.down as float32[1, 4, 6, 8]",
+                "the model as float32[1, 8, 6, 8]",
+                "write model.num_experts=4, as its run has it",
+            ],
+        ),
+        ({"expert_hidden": 5}, ["main/body.moe.experts.down as", "write model.expert_hidden=6,"]),
+        ({"num_layers": 3}, ["as float32[1, 8, 2, 4], the model as float32[2, 8, 2, 4]"]),
+        (
+            {"attention_bias": True},
+            ["lacks main/body.attention.k_bias, which the model has", "model.attention_bias=false"],
+        ),
+        (
+            {"tie_embeddings": True},
+            [
+                "has main/head.weight as",
+                "which the model lacks",
+                "write model.tie_embeddings=false",
+            ],
+        ),
+        (
+            {"router": small().model.router.model_copy(update={"bias_gamma": None})},
+            ["expert_bias/body.moe.router.score_bias as float32[1, 4], which the model lacks"],
+        ),
+    ],
+)
+def test_another_model_is_refused_by_leaf_and_key(
+    run_dir: Path, program_of, changed, words
+) -> None:
+    with pytest.raises(UserError) as error:
+        restored(run_dir, program_of(small(**changed)))
+    for word in words:
+        assert word in str(error.value)
+
+
+def shapes_of(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    state = program.abstract_arguments()[0]
+    return {**state.main, **state.expert_bias}
+
+
+def test_weights_come_alone(run_dir: Path, program: Program, state) -> None:
+    found = restore_weights(run_dir, shapes_of(program))
+    wanted = {**state.main, **state.expert_bias}
+    assert found.keys() == wanted.keys()
+    for name, leaf in wanted.items():
+        assert np.asarray(found[name]).tobytes() == np.asarray(leaf).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda shapes: shapes.pop("head.weight"), "has main/head.weight as float32[8, 17], which"),
+        (
+            lambda shapes: shapes.update(more=shapes["head.weight"]),
+            "lacks main/more, which the model has as float32[8, 17]",
+        ),
+    ],
+)
+def test_weights_are_strict(run_dir: Path, program: Program, change: Callable, words: str) -> None:
+    shapes = shapes_of(program)
+    change(shapes)
+    with pytest.raises(UserError) as error:
+        restore_weights(run_dir, shapes)
+    assert words in str(error.value)

@@ -1,0 +1,65 @@
+"""Joining the other processes, and the messages where that fails."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from olmo_jax.errors import UserError
+from olmo_jax.launch.local import free_port
+from olmo_jax.runtime import connection
+from olmo_jax.runtime.processes import Processes
+
+
+@pytest.fixture(autouse=True)
+def own_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take back what `connect` does to this process."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+def test_a_process_alone_starts_no_service() -> None:
+    connection.connect(Processes())
+    assert not connection.is_connected()
+
+
+def test_a_coordinator_that_nobody_reaches_is_named() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    started = time.monotonic()
+    with pytest.raises(UserError) as raised:
+        connection.connect(Processes(1, 2, address, connect_timeout_s=0.3))
+    assert f"the coordinator {address} cannot be reached" in str(raised.value)
+    assert time.monotonic() - started < 10
+
+
+def test_processes_that_do_not_come_are_not_waited_for_for_ever() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    code = (
+        "from olmo_jax.cli import main; from olmo_jax.launch.connection import connect;"
+        "from olmo_jax.launch.processes import Processes, exit_process; from olmo_jax.errors import *\n"
+        f"try: connect(Processes(0, 2, {address!r}, connect_timeout_s=0.5))\n"
+        "except UserError as error: print(error); exit_process(1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"not all of the 2 processes came to {address} within 0.5 s" in done.stdout
+
+
+def test_processes_that_were_told_different_numbers_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Client:
+        def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+            return "2"
+
+    monkeypatch.setattr(connection, "client", Client)
+    connection._check_counts(Processes(1, 2, "host:1"))
+    with pytest.raises(UserError, match=r"process 1 was told of 4 processes and process 0 of 2"):
+        connection._check_counts(Processes(1, 4, "host:1"))
+
+
+def test_a_job_of_one_machine_stays_off_the_network() -> None:
+    assert connection._bind_address("127.0.0.1:99") == "127.0.0.1:99"
+    assert connection._bind_address("node7:99") is None
