@@ -2,9 +2,27 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from olmo_jax.config.changes import ALLOWABLE
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what a command line asks for; its options stand anywhere among the other words.
+
+    argparse ends the list of overrides at the first option after the config, and returns the
+    overrides after that option as words that it does not know.
+    """
+    top = parser()
+    given, left = top.parse_known_args(words)
+    overrides = [word for word in left if word != "--"]
+    unknown = [word for word in overrides if word.startswith("-") or "overrides" not in given]
+    if unknown:
+        top.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if overrides:
+        given.overrides = [*given.overrides, *overrides]
+    return given
 
 
 def parser() -> argparse.ArgumentParser:

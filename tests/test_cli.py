@@ -15,12 +15,14 @@ import pytest
 import yaml
 
 import olmo_jax.config
+from olmo_jax.arguments import parse
 from olmo_jax.cli import main
 from olmo_jax.launch import environment
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 NO_DATA = "data.sources=[{path: no/data}]"
+LAUNCH_LOCAL = ["launch", "local", "--processes", "2", "--"]
 TINY = {
     "mesh": {"expert": 2},
     "model": {
@@ -139,6 +141,11 @@ def test_check_warns_of_a_key_without_effect(capsys: pytest.CaptureFixture[str])
         (["check", QUICKSTART, "mesh.expert=3"], "mesh.expert=3 does not divide"),
         (["check", "no/such.yaml"], "no/such.yaml cannot be read"),
         (["train", QUICKSTART, "train.stepz=3"], "nearest known key is train.steps"),
+        (["plan", QUICKSTART, "--json", "optim.lr=-1"], "optim.lr=-1 is below 0"),
+        (
+            [*LAUNCH_LOCAL, "train", QUICKSTART, "--allow-change", "seed", "mesh.expert=3"],
+            "mesh.expert=3 does not divide",
+        ),
         (["train", QUICKSTART, "run_dir=no/run", NO_DATA], "there is no such folder"),
         (["data", "show", QUICKSTART, NO_DATA], "no such folder"),
         (["data", "tokenize", "--input", "no/text", "--output", "x"], "no such file"),
@@ -163,6 +170,10 @@ def test_a_users_mistake_is_one_message_and_exit_1(
         [],
         ["fly"],
         ["train"],
+        ["plan", QUICKSTART, "seed=1", "--jsn"],
+        ["check", QUICKSTART, "--nope", "seed=1"],
+        [*LAUNCH_LOCAL, "train", QUICKSTART, "--nope"],
+        ["checkpoint", "list", "run", "seed=1"],
         ["sample", "run", "text", "--tokens", "0"],
         ["sample", "run", "text", "--temperature", "-1"],
         ["sample", "run", "text", "--temperature", "nan"],
@@ -185,6 +196,34 @@ def test_a_wrong_usage_is_exit_2(arguments: list[str], capsys: pytest.CaptureFix
         main(arguments)
     assert left.value.code == 2
     assert "usage: olmo-jax" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("plan", "--json"),
+        ("compile", "--target h100"),
+        ("train", "--allow-change seed"),
+        ("data show", "--step 3"),
+        ("launch slurm --nodes 4", "--dry-run"),
+        ("launch kubernetes --nodes 4", "--image olmo-jax:1"),
+    ],
+)
+def test_an_option_stands_anywhere(command: str, option: str) -> None:
+    words = ["c.yaml", "optim.lr=-1", "seed=1"]
+    given = [
+        parse([*command.split(), *words[:place], *option.split(), *words[place:]])
+        for place in range(len(words) + 1)
+    ]
+    assert all(one == given[0] for one in given)
+    assert given[0].overrides == words[1:]
+
+
+def test_options_between_overrides_keep_their_order() -> None:
+    line = "plan --json c.yaml seed=1 --devices 8 seed=2 --search -- seed=3"
+    given = parse(line.split())
+    assert given.overrides == ["seed=1", "seed=2", "seed=3"]
+    assert (given.json, given.devices, given.search) == (True, 8, True)
 
 
 def test_ctrl_c_is_exit_130(

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from olmo_jax.arguments import parser
+from olmo_jax.arguments import parse
 from olmo_jax.config import document
 from olmo_jax.config.messages import record_in, show
 from olmo_jax.config.records import Config, Record
@@ -123,7 +123,9 @@ def test_relative_links_resolve(page: Path) -> None:
 def test_command_lines_parse(page: Path) -> None:
     known = set(FIELDS)
     for arguments in commands(page):
-        given = parser().parse_args(arguments)
+        given = parse(arguments)
+        if "line" in given:
+            given = parse(given.line[given.line[0] == "--" :])
         for override in getattr(given, "overrides", []):
             assert override.partition("=")[0] in known, override
 
