@@ -1,9 +1,12 @@
 """What the command line takes: every command, its arguments and their help."""
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from olmo_jax.config.changes import ALLOWABLE
 
@@ -30,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="olmo-jax", description="Train Mixture-of-Experts language models in JAX."
     )
+    top.add_argument("--version", action=Version, nargs=0, help="print the versions and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     add_config_commands(commands)
     add_run_commands(commands)
@@ -40,6 +44,20 @@ def parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="train in many processes: here, Slurm, Kubernetes")
     add_launch_commands(launch.add_subparsers(required=True, metavar="WHERE"))
     return top
+
+
+class Version(argparse.Action):
+    """Prints the versions and exits. argparse's own action reads them for every command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(versions())
+        parser.exit()
+
+
+def versions() -> str:
+    """Return the versions that a bug report needs; imports no jax."""
+    packages = [f"{name} {version(name)}" for name in ("olmo_jax", "jax", "jaxlib")]
+    return ", ".join([*packages, f"Python {platform.python_version()}"])
 
 
 def add_config(one: argparse.ArgumentParser) -> None:

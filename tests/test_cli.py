@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,20 @@ def test_check_answers_at_once_and_imports_no_jax() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
     for words in ("parameters", "data=2 x expert=4", "tokens a step", "microbatch"):
         assert words in done.stdout
+
+
+def test_version_names_those_of_jax_and_imports_none() -> None:
+    code = (
+        "import sys; from olmo_jax.cli import main\n"
+        "try: main(['--version'])\n"
+        "finally: assert 'jax' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    number = r"\d+\.\d+\.\d+\S*"
+    packages = ", ".join(f"{name} {number}" for name in ("olmo_jax", "jax", "jaxlib"))
+    assert re.fullmatch(f"{packages}, Python {number}\n", done.stdout)
+    assert f"jax {version('jax')}," in done.stdout
 
 
 def test_check_warns_of_a_key_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
