@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from olmo_jax.config.changes import ALLOWABLE
+from olmo_jax.config.records import expanded
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,7 +63,7 @@ def versions() -> str:
 
 def add_config(one: argparse.ArgumentParser) -> None:
     """Let a command take a config and what stands after it."""
-    one.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    one.add_argument("config", type=path, metavar="CONFIG", help="a YAML file")
     add_overrides(one)
 
 
@@ -102,6 +103,7 @@ def add_plan_command(commands: argparse._SubParsersAction) -> None:
     add_config(one)
     one.add_argument(
         "--hardware",
+        type=path_text,
         default="h200",
         metavar="NAME_OR_FILE",
         help="h200, b300, b200, h100, a100, or a YAML file; default: h200",
@@ -111,7 +113,7 @@ def add_plan_command(commands: argparse._SubParsersAction) -> None:
     )
     one.add_argument("--search", action="store_true", help="rank every mesh of so many devices")
     one.add_argument("--json", action="store_true", help="the same as JSON")
-    one.add_argument("--picture", type=Path, metavar="FILE", help="draw it too: .png or .svg")
+    one.add_argument("--picture", type=path, metavar="FILE", help="draw it too: .png or .svg")
     one.set_defaults(command="plan")
 
 
@@ -122,7 +124,7 @@ def add_compile_command(commands: argparse._SubParsersAction) -> None:
     one.add_argument("--target", choices=("h100", "h200", "b200"), default="h200")
     one.add_argument("--devices", type=positive, metavar="N", help="default: those of the mesh")
     one.add_argument("--devices-per-node", type=positive, default=8, metavar="N", help="default: 8")
-    one.add_argument("--hlo", type=Path, metavar="FILE", help="write the compiled program there")
+    one.add_argument("--hlo", type=path, metavar="FILE", help="write the compiled program there")
     one.add_argument("--json", action="store_true", help="the same as JSON")
     one.set_defaults(command="compile_step")
 
@@ -130,12 +132,12 @@ def add_compile_command(commands: argparse._SubParsersAction) -> None:
 def add_run_commands(commands: argparse._SubParsersAction) -> None:
     text = "evaluate a run's weights on its held-out documents"
     one = commands.add_parser("eval", help=text, description=text)
-    one.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    one.add_argument("run", type=path, metavar="RUN", help="a run folder")
     add_overrides(one)
     one.set_defaults(command="evaluate")
     text = "continue a text with a run's weights"
     one = commands.add_parser("sample", help=text, description=text)
-    one.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    one.add_argument("run", type=path, metavar="RUN", help="a run folder")
     one.add_argument("text", metavar="TEXT", help="what to continue")
     one.add_argument("--tokens", type=positive, default=64, metavar="N", help="at most so many")
     one.add_argument(
@@ -148,11 +150,11 @@ def add_run_commands(commands: argparse._SubParsersAction) -> None:
 def add_data_commands(commands: argparse._SubParsersAction) -> None:
     text = "turn text, jsonl and gzip files into a folder of tokens"
     one = commands.add_parser("tokenize", help=text, description=text)
-    one.add_argument("--input", nargs="+", type=Path, required=True, metavar="DIR_OR_FILE")
-    one.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    one.add_argument("--input", nargs="+", type=path, required=True, metavar="DIR_OR_FILE")
+    one.add_argument("--output", type=path, required=True, metavar="DIR", help="a new folder")
     kind = one.add_mutually_exclusive_group()
     kind.add_argument("--vocab-size", type=positive, metavar="N", help="train a BPE; default 4096")
-    kind.add_argument("--tokenizer", type=Path, metavar="FILE", help="use this tokenizer.json")
+    kind.add_argument("--tokenizer", type=path, metavar="FILE", help="use this tokenizer.json")
     one.add_argument(
         "--suffix", nargs="+", default=[], metavar=".EXT", help="of a folder, only such files"
     )
@@ -169,11 +171,12 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def add_checkpoint_commands(commands: argparse._SubParsersAction) -> None:
-    run = {"metavar": "RUN", "help": "a run folder; of it, the last checkpoint"}
+    # A run folder may be in a bucket.
+    run = {"type": path_text, "metavar": "RUN", "help": "a run folder; of it, the last checkpoint"}
     either = {**run, "help": "a run folder, or RUN/checkpoints/step_N"}
     text = "list a run's checkpoints"
     one = commands.add_parser("list", help=text, description=text)
-    one.add_argument("run", metavar="RUN", help="a run folder")
+    one.add_argument("run", **run | {"help": "a run folder"})
     one.set_defaults(command="list_checkpoints")
     text = "read every leaf of a checkpoint and compare it with its checksum"
     one = commands.add_parser("verify", help=text, description=text)
@@ -188,7 +191,7 @@ def add_checkpoint_commands(commands: argparse._SubParsersAction) -> None:
     text = "write a run's weights as a Hugging Face folder"
     one = commands.add_parser("export-weights", help=text, description=text)
     one.add_argument("run", **either)
-    one.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    one.add_argument("out", type=path, metavar="OUT", help="a new folder")
     one.set_defaults(command="export_weights")
 
 
@@ -199,7 +202,7 @@ def add_launch_commands(commands: argparse._SubParsersAction) -> None:
     one.add_argument(
         "--devices-per-process", type=positive, metavar="M", help="default: the mesh's share; 1 GPU"
     )
-    one.add_argument("--logs", type=Path, metavar="DIR", help="default: run_dir/logs")
+    one.add_argument("--logs", type=path, metavar="DIR", help="default: run_dir/logs")
     one.add_argument("line", nargs=argparse.REMAINDER, metavar="-- train CONFIG [a.b=c ...]")
     one.set_defaults(command="launch_local")
     add_slurm_command(commands)
@@ -215,7 +218,13 @@ def add_slurm_command(commands: argparse._SubParsersAction) -> None:
     for name in ("partition", "account", "qos", "constraint"):
         one.add_argument(f"--{name}", metavar="NAME", help="as sbatch takes it")
     one.add_argument("--cpus-per-task", type=positive, metavar="N", help="of each GPU's process")
-    one.add_argument("--python", default=sys.executable, metavar="PATH", help="default: this one")
+    one.add_argument(
+        "--python",
+        type=path_text,
+        default=sys.executable,
+        metavar="PATH",
+        help="default: this one",
+    )
     one.add_argument(
         "--setup", action="append", default=[], metavar="LINE", help="a shell line run before"
     )
@@ -253,6 +262,19 @@ def add_cluster_options(one: argparse.ArgumentParser, *, max_restarts: int) -> N
         "--env", action="append", default=[], metavar="NAME=VALUE", help="for every process"
     )
     one.add_argument("--dry-run", action="store_true", help="print it, and hand over nothing")
+
+
+def path(text: str) -> Path:
+    """Read a path; `~` stands for the home folder."""
+    return Path(path_text(text))
+
+
+def path_text(text: str) -> str:
+    """Read what may be a path and keep its spelling: pathlib makes gs:/x of gs://x, x of ./x."""
+    try:
+        return expanded(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} {error}") from None
 
 
 def natural(text: str) -> int:

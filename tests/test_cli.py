@@ -242,6 +242,64 @@ def test_options_between_overrides_keep_their_order() -> None:
     assert (given.json, given.devices, given.search) == (True, 8, True)
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("check ~/x", "config"),
+        ("plan ~/x", "config"),
+        ("plan c.yaml --hardware ~/x", "hardware"),
+        ("plan c.yaml --picture ~/x", "picture"),
+        ("compile ~/x", "config"),
+        ("compile c.yaml --hlo ~/x", "hlo"),
+        ("train ~/x", "config"),
+        ("eval ~/x", "run"),
+        ("sample ~/x text", "run"),
+        ("data tokenize --input ~/x --output y", "input"),
+        ("data tokenize --input y --output ~/x", "output"),
+        ("data tokenize --input y --output z --tokenizer ~/x", "tokenizer"),
+        ("data show ~/x", "config"),
+        ("checkpoint list ~/x", "run"),
+        ("checkpoint verify ~/x", "run"),
+        ("checkpoint diff ~/x y", "first"),
+        ("checkpoint diff y ~/x", "second"),
+        ("checkpoint export-weights ~/x y", "run"),
+        ("checkpoint export-weights y ~/x", "out"),
+        ("launch local --processes 2 --logs ~/x -- train c.yaml", "logs"),
+        ("launch slurm --nodes 2 ~/x", "config"),
+        ("launch slurm --nodes 2 c.yaml --python ~/x", "python"),
+        ("launch kubernetes --nodes 2 --image i ~/x", "config"),
+    ],
+)
+def test_a_path_may_be_in_the_home_folder(
+    line: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    given = getattr(parse(line.split()), name)
+    assert str(given[0] if name == "input" else given) == "/home/me/x"
+    with pytest.raises(SystemExit):
+        parse(line.replace("~", "~no-such-user").split())
+    assert "write the whole path" in capsys.readouterr().err
+
+
+def test_tokens_in_the_home_folder_are_written_and_read_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("one and two and three " * 50)
+    no_evaluation = ["data.eval_fraction=0", "train.eval_every=0"]
+    words = ["--input", "~/text.txt", "--output", "~/tokens", "--vocab-size", "300"]
+    assert main(["data", "tokenize", *words]) == 0
+    assert (tmp_path / "tokens" / "manifest.json").exists()
+    assert (
+        main(["data", "show", QUICKSTART, *no_evaluation, "data.sources=[{path: ~/tokens}]"]) == 0
+    )
+    assert not (tmp_path / "~").exists()
+
+
 def test_ctrl_c_is_exit_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
