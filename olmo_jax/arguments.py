@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import shtab
+
 from olmo_jax.config.changes import ALLOWABLE
 from olmo_jax.config.records import expanded
 
@@ -35,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         prog="olmo-jax", description="Train Mixture-of-Experts language models in JAX."
     )
     top.add_argument("--version", action=Version, nargs=0, help="print the versions and exit")
+    shtab.add_argument_to(top, help="print what lets a shell complete commands, and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     add_config_commands(commands)
     add_run_commands(commands)
@@ -63,7 +66,7 @@ def versions() -> str:
 
 def add_config(one: argparse.ArgumentParser) -> None:
     """Let a command take a config and what stands after it."""
-    one.add_argument("config", type=path, metavar="CONFIG", help="a YAML file")
+    add_path(one, "config", metavar="CONFIG", help="a YAML file")
     add_overrides(one)
 
 
@@ -74,6 +77,12 @@ def add_overrides(one: argparse.ArgumentParser) -> None:
         metavar="a.b=c",
         help="a.b=c: any key of the config, typed as YAML types it",
     )
+
+
+def add_path(one: argparse._ActionsContainer, name: str, **options: Any) -> None:
+    """Add an argument that is a path, which a shell completes."""
+    added = one.add_argument(name, **{"type": path, **options})
+    added.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def add_config_commands(commands: argparse._SubParsersAction) -> None:
@@ -101,7 +110,8 @@ def add_plan_command(commands: argparse._SubParsersAction) -> None:
     text = "say what a config holds, sends and takes on a machine; starts no device"
     one = commands.add_parser("plan", help=text, description=text)
     add_config(one)
-    one.add_argument(
+    add_path(
+        one,
         "--hardware",
         type=path_text,
         default="h200",
@@ -113,7 +123,7 @@ def add_plan_command(commands: argparse._SubParsersAction) -> None:
     )
     one.add_argument("--search", action="store_true", help="rank every mesh of so many devices")
     one.add_argument("--json", action="store_true", help="the same as JSON")
-    one.add_argument("--picture", type=path, metavar="FILE", help="draw it too: .png or .svg")
+    add_path(one, "--picture", metavar="FILE", help="draw it too: .png or .svg")
     one.set_defaults(command="plan")
 
 
@@ -124,7 +134,7 @@ def add_compile_command(commands: argparse._SubParsersAction) -> None:
     one.add_argument("--target", choices=("h100", "h200", "b200"), default="h200")
     one.add_argument("--devices", type=positive, metavar="N", help="default: those of the mesh")
     one.add_argument("--devices-per-node", type=positive, default=8, metavar="N", help="default: 8")
-    one.add_argument("--hlo", type=path, metavar="FILE", help="write the compiled program there")
+    add_path(one, "--hlo", metavar="FILE", help="write the compiled program there")
     one.add_argument("--json", action="store_true", help="the same as JSON")
     one.set_defaults(command="compile_step")
 
@@ -132,12 +142,12 @@ def add_compile_command(commands: argparse._SubParsersAction) -> None:
 def add_run_commands(commands: argparse._SubParsersAction) -> None:
     text = "evaluate a run's weights on its held-out documents"
     one = commands.add_parser("eval", help=text, description=text)
-    one.add_argument("run", type=path, metavar="RUN", help="a run folder")
+    add_path(one, "run", metavar="RUN", help="a run folder")
     add_overrides(one)
     one.set_defaults(command="evaluate")
     text = "continue a text with a run's weights"
     one = commands.add_parser("sample", help=text, description=text)
-    one.add_argument("run", type=path, metavar="RUN", help="a run folder")
+    add_path(one, "run", metavar="RUN", help="a run folder")
     one.add_argument("text", metavar="TEXT", help="what to continue")
     one.add_argument("--tokens", type=positive, default=64, metavar="N", help="at most so many")
     one.add_argument(
@@ -150,11 +160,11 @@ def add_run_commands(commands: argparse._SubParsersAction) -> None:
 def add_data_commands(commands: argparse._SubParsersAction) -> None:
     text = "turn text, jsonl and gzip files into a folder of tokens"
     one = commands.add_parser("tokenize", help=text, description=text)
-    one.add_argument("--input", nargs="+", type=path, required=True, metavar="DIR_OR_FILE")
-    one.add_argument("--output", type=path, required=True, metavar="DIR", help="a new folder")
+    add_path(one, "--input", nargs="+", required=True, metavar="DIR_OR_FILE")
+    add_path(one, "--output", required=True, metavar="DIR", help="a new folder")
     kind = one.add_mutually_exclusive_group()
     kind.add_argument("--vocab-size", type=positive, metavar="N", help="train a BPE; default 4096")
-    kind.add_argument("--tokenizer", type=path, metavar="FILE", help="use this tokenizer.json")
+    add_path(kind, "--tokenizer", metavar="FILE", help="use this tokenizer.json")
     one.add_argument(
         "--suffix", nargs="+", default=[], metavar=".EXT", help="of a folder, only such files"
     )
@@ -172,26 +182,30 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
 
 def add_checkpoint_commands(commands: argparse._SubParsersAction) -> None:
     # A run folder may be in a bucket.
-    run = {"type": path_text, "metavar": "RUN", "help": "a run folder; of it, the last checkpoint"}
+    run: dict[str, Any] = {
+        "type": path_text,
+        "metavar": "RUN",
+        "help": "a run folder; of it, the last checkpoint",
+    }
     either = {**run, "help": "a run folder, or RUN/checkpoints/step_N"}
     text = "list a run's checkpoints"
     one = commands.add_parser("list", help=text, description=text)
-    one.add_argument("run", **run | {"help": "a run folder"})
+    add_path(one, "run", **run | {"help": "a run folder"})
     one.set_defaults(command="list_checkpoints")
     text = "read every leaf of a checkpoint and compare it with its checksum"
     one = commands.add_parser("verify", help=text, description=text)
-    one.add_argument("run", **run)
+    add_path(one, "run", **run)
     one.add_argument("--step", type=natural, metavar="N", help="another one than the last")
     one.set_defaults(command="verify_checkpoint")
     text = "compare two checkpoints leaf by leaf; the exit code is 0 if they are equal, else 1"
     one = commands.add_parser("diff", help=text, description=text)
-    one.add_argument("first", **either | {"metavar": "A"})
-    one.add_argument("second", **either | {"metavar": "B"})
+    add_path(one, "first", **either | {"metavar": "A"})
+    add_path(one, "second", **either | {"metavar": "B"})
     one.set_defaults(command="diff_checkpoints")
     text = "write a run's weights as a Hugging Face folder"
     one = commands.add_parser("export-weights", help=text, description=text)
-    one.add_argument("run", **either)
-    one.add_argument("out", type=path, metavar="OUT", help="a new folder")
+    add_path(one, "run", **either)
+    add_path(one, "out", metavar="OUT", help="a new folder")
     one.set_defaults(command="export_weights")
 
 
@@ -202,7 +216,7 @@ def add_launch_commands(commands: argparse._SubParsersAction) -> None:
     one.add_argument(
         "--devices-per-process", type=positive, metavar="M", help="default: the mesh's share; 1 GPU"
     )
-    one.add_argument("--logs", type=path, metavar="DIR", help="default: run_dir/logs")
+    add_path(one, "--logs", metavar="DIR", help="default: run_dir/logs")
     one.add_argument("line", nargs=argparse.REMAINDER, metavar="-- train CONFIG [a.b=c ...]")
     one.set_defaults(command="launch_local")
     add_slurm_command(commands)
@@ -218,7 +232,8 @@ def add_slurm_command(commands: argparse._SubParsersAction) -> None:
     for name in ("partition", "account", "qos", "constraint"):
         one.add_argument(f"--{name}", metavar="NAME", help="as sbatch takes it")
     one.add_argument("--cpus-per-task", type=positive, metavar="N", help="of each GPU's process")
-    one.add_argument(
+    add_path(
+        one,
         "--python",
         type=path_text,
         default=sys.executable,

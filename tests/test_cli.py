@@ -146,6 +146,33 @@ def test_version_names_those_of_jax_and_imports_none() -> None:
     assert f"jax {version('jax')}," in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("olmo-jax ch", "check checkpoint"),
+        ("olmo-jax compile c.yaml --target h", "h100 h200"),
+        ("olmo-jax check configs/quick", "configs/quickstart.yaml"),
+        ("olmo-jax plan c.yaml --picture configs/quick", "configs/quickstart.yaml"),
+        ("olmo-jax checkpoint verify configs/quick", "configs/quickstart.yaml"),
+    ],
+)
+def test_bash_completes_commands_choices_and_files(
+    words: str, offered: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--print-completion", "bash"])
+    assert left.value.code == 0
+    tab = (
+        f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
+        "_shtab_olmo_jax; echo ${COMPREPLY[*]}"
+    )
+    script = f"{capsys.readouterr().out}\n{tab}\n"
+    done = subprocess.run(
+        ["bash"], input=script, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stdout == f"{offered}\n", done.stderr
+
+
 def test_check_warns_of_a_key_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", QUICKSTART, "optim.skip_window=64"]) == 0
     assert "optim.skip_window=64 has no effect" in capsys.readouterr().out
