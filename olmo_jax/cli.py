@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from olmo_jax.arguments import parser
+from olmo_jax.arguments import parse
 from olmo_jax.errors import UserError
 
 INTERRUPTED = 130
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A wrong usage exits with 2, a job in which nothing moves any more with 124 (its watchdog).
     """
-    given = parser().parse_args(arguments)
+    given = parse(arguments)
     try:
         return COMMANDS[given.command](given) or 0
     except UserError as error:
@@ -237,7 +237,7 @@ def launch_local(given: argparse.Namespace) -> int:
     from olmo_jax.launch.local import launch
 
     line = given.line[1:] if given.line[:1] == ["--"] else given.line
-    asked = parser().parse_args(line)
+    asked = parse(line)
     if asked.command != train.__name__:
         raise UserError(
             f"launch local -- {' '.join(line)}: it starts `train`, and no other command; write "

@@ -77,6 +77,41 @@ def test_merge_key_of_yaml(file):
     assert [(s.path, s.weight) for s in load(path).data.sources] == [("a", 2.0), ("b", 2.0)]
 
 
+PATHS = """
+run_dir: ~/x
+data: {sources: [{path: ~/tokens, label_mask: "~/mask.npy"}]}
+checkpoint: {init_from: ~/old}
+"""
+
+
+def test_a_path_in_the_home_folder_is_written_out(file, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load(file(PATHS))
+    assert config.run_dir == "/home/me/x"
+    assert config.data.sources[0].path == "/home/me/tokens"
+    assert config.data.sources[0].label_mask == "/home/me/mask.npy"
+    assert config.checkpoint.init_from == "/home/me/old"
+    # Nothing but the whole name of a folder, in front, is a home.
+    assert load(None, [SOURCES, "run_dir=./~/a~"]).run_dir == "./~/a~"
+    again = load(file(PATHS), ["run_dir=~/y", "data.sources=[{path: ~/a}, {path: ~root/b}]"])
+    assert (again.run_dir, again.checkpoint.init_from) == ("/home/me/y", "/home/me/old")
+    assert [source.path for source in again.data.sources] == ["/home/me/a", "/root/b"]
+
+
+@pytest.mark.parametrize("key", ["run_dir", "checkpoint.init_from"])
+def test_the_home_of_nobody_is_refused(key):
+    assert message(None, SOURCES, f"{key}=~no-such-user/x") == (
+        f"{key}=~no-such-user/x names the home folder of a user that does not exist here; write "
+        "the whole path, or ./ before a name that starts with ~"
+    )
+
+
+def test_each_home_of_nobody_is_listed():
+    source = "data.sources=[{path: ~no-such-user/x, label_mask: ~no-such-user/y}]"
+    for key in ("path=~no-such-user/x", "label_mask=~no-such-user/y"):
+        assert f"data.sources.0.{key} names the home folder of a user" in message(None, source)
+
+
 def test_empty_file_is_all_defaults(file):
     assert typed(file("# nothing\n")) == Config()
 

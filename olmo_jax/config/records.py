@@ -1,9 +1,10 @@
 """The configuration as typed, frozen records. No jax here: `olmo-jax check` must answer at once."""
 
 import math
+import os
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 INT32_MAX = 2**31 - 1
 
@@ -26,6 +27,23 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Above1 = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+
+
+def expanded(path: str) -> str:
+    """Return a path with the home folder written out for `~` or `~user` in front.
+
+    Raises: ValueError with the rule and what to write instead, if there is no such user.
+    """
+    whole = os.path.expanduser(path)
+    if whole.startswith("~"):
+        raise ValueError(
+            "names the home folder of a user that does not exist here; write the whole path, or ./ "
+            "before a name that starts with ~"
+        )
+    return whole
+
+
+HomePath = Annotated[Name, AfterValidator(expanded)]
 Recompute = (
     Literal["none", "block", "attention", "experts"]
     | Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
@@ -203,9 +221,9 @@ class OptimConfig(Record, frozen=True):
 class SourceConfig(Record, frozen=True):
     """A folder that `olmo-jax data tokenize` wrote, or one `.npy` token file in such a folder."""
 
-    path: Name
+    path: HomePath
     weight: Positive = 1.0
-    label_mask: Name | None = None
+    label_mask: HomePath | None = None
 
 
 class DataConfig(Record, frozen=True):
@@ -247,12 +265,12 @@ class CheckpointConfig(Record, frozen=True):
     every: Natural = 1000
     keep: Count = 2
     keep_every: Natural = 0
-    init_from: Name | None = None
+    init_from: HomePath | None = None
     init_moments: bool = False
 
 
 class Config(Record, frozen=True):
-    run_dir: Name = "runs/default"
+    run_dir: HomePath = "runs/default"
     seed: Seed = 0
     mesh: MeshConfig = MeshConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -18,8 +18,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, Key
 
+from olmo_jax.arch import parameters
 from olmo_jax.arch.layers import StageLayout, is_routed, layer_groups, window_of
-from olmo_jax.arch.parameters import STACKED, STAGED, block, ends, leaves
+from olmo_jax.arch.parameters import STACKED, STAGED
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.data.batch import Batch
 from olmo_jax.errors import UserError
@@ -68,10 +69,10 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, model: ModelConfig, key: Key[Array, ""], stages: StageLayout | None = None):
-        groups, of_ends = layer_groups(model), Initialiser(key, model, ends(model))
+        groups, of_ends = layer_groups(model), Initialiser(key, model, parameters.ends(model))
 
         def make_block(layers: np.ndarray, dims: tuple[str, ...], *, routed: bool) -> Block:
-            described = block(model, routed=routed)
+            described = parameters.block(model, routed=routed)
             make = Initialiser(key, model, described, layers=layers, dims=dims)
             return Block(model, make, routed=routed)
 
@@ -115,7 +116,7 @@ def check_description(model: ModelConfig) -> None:
     """
     abstract = jax.eval_shape(lambda: initialise(model, 0))
     made = {name: leaf.shape for leaves in abstract for name, leaf in leaves.items()}
-    described = {name: leaf.shape for name, leaf in leaves(model).items()}
+    described = {name: leaf.shape for name, leaf in parameters.leaves(model).items()}
     differing = sorted({name for name, _ in made.items() ^ described.items()})
     if differing:
         name = differing[0]
@@ -130,10 +131,11 @@ def check_description(model: ModelConfig) -> None:
 def _graphs(model: ModelConfig) -> dict[str, Any]:
     """Return how each kind of unit is put together, without its values."""
     key = jax.random.key(0)
-    of_ends = Initialiser(key, model, ends(model))
+    of_ends = Initialiser(key, model, parameters.ends(model))
 
     def one_block(*, routed: bool) -> Block:
-        return Block(model, Initialiser(key, model, block(model, routed=routed)), routed=routed)
+        described = parameters.block(model, routed=routed)
+        return Block(model, Initialiser(key, model, described), routed=routed)
 
     units = {
         "embedding": lambda: Embedding(model, of_ends.inside("embedding")),
@@ -151,7 +153,7 @@ def check_leaves(model: ModelConfig, params: Mapping[str, Any]) -> None:
 
     Raises: UserError that names the leaves: put together, they would be taken for one another.
     """
-    wanted = leaves(model).keys()
+    wanted = parameters.leaves(model).keys()
     missing, extra = sorted(wanted - params.keys()), sorted(params.keys() - wanted)
     if missing or extra:
         raise UserError(

@@ -74,7 +74,7 @@ def number_routes(
 
 
 class RouteMap(NamedTuple):
-    """Destination rank and row of each route; -1 where it was dropped or its token is not padding_mask."""
+    """Destination rank and row of each route; -1 where it was dropped or its token is padding."""
 
     rank: Int32[Array, "t A"]
     row: Int32[Array, "t A"]

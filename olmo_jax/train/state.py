@@ -63,7 +63,7 @@ def rebuild(layout: Layout, main: Leaves) -> Leaves:
 
 
 def first_state(layout: Layout) -> State:
-    """Return the state before the first step; under jit with `state_specs`, nobody holds a whole leaf."""
+    """Return the state before the first step; jitted with `state_specs`, made where it lives."""
     config = layout.config
     main, expert_bias = initialise(config.model, config.seed, layout.stages)
     return State(

@@ -224,6 +224,18 @@ def test_dry_run_prints_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_job_expands_its_home_folder_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    arguments = ["launch", "slurm", "--nodes", "2", "--dry-run", str(CONFIG)]
+    assert main([*arguments, "run_dir=~/run", "checkpoint.init_from=~/old"]) == 0
+    script = capsys.readouterr().out
+    assert f"train {CONFIG} 'run_dir=~/run' 'checkpoint.init_from=~/old'" in script
+    # Slurm opens the logs before the job runs, and knows no `~`.
+    assert '--output="/home/me/run/logs/slurm_%j.log"' in script
+
+
 def test_the_script_is_handed_to_sbatch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """A small pipelined model: embedding and a leading block, layers with experts, a head.
 
-Its parts are functions of weights, accumulators and arrays, as the executor takes them. Without a mesh
-axis for the experts they are also what one device does, differentiated by JAX alone.
+Its parts are functions of weights, accumulators and arrays, as the executor takes them. Without a
+mesh axis for the experts they are also what one device does, differentiated by JAX alone.
 """
 
 from functools import cache, partial
