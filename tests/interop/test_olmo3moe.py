@@ -82,7 +82,7 @@ def test_a_layer_type_without_counterpart_is_refused(kind):
         ({"emo_eval_document_expert_pool": 3}, ["emo_eval_document_expert_pool=3", "=null"]),
         ({"hidden_act": "gelu"}, ["hidden_act=gelu", "only hidden_act=silu"]),
         ({"attention_dropout": 0.1}, ["attention_dropout=0.1", "=0.0"]),
-        ({"router_bias": True}, ["expert_bias=true", "not a field of Olmo3MoeForCausalLM"]),
+        ({"router_bias": True}, ["router_bias=true", "not a field of Olmo3MoeForCausalLM"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config={bits: 4}", "remove it"]),
         ({"attention_gate_type": "column"}, ["attention_gate_type=column", "'headwise'"]),
         ({"gating_function": "topk_softmax"}, ["gating_function=topk_softmax", "'sigmoid'"]),
