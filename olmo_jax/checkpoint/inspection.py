@@ -17,21 +17,13 @@ from olmo_jax.checkpoint.leaves import WEIGHTS, Key
 from olmo_jax.checkpoint.manifest import Saved
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.errors import UserError
+from olmo_jax.formatting import decimal_bytes
 from olmo_jax.interop import huggingface
 from olmo_jax.interop.expressible import check_expressible
 
 _NAMED = 8
 _PIPE_WIDTH = 200
 _TOKENIZER = "tokenizer.json"
-
-
-def size_text(num_bytes: int | float) -> str:
-    """Return a number of bytes with three digits and its unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def listed(run: str) -> Table:
@@ -57,7 +49,7 @@ def _row(folder: epath.Path) -> tuple[str, ...]:
     except UserError:
         return step, "manifest damaged", "", ""
     written = saved.written.removesuffix("+00:00").replace("T", " ")
-    size = size_text(folders.num_bytes(saved.folder))
+    size = decimal_bytes(folders.num_bytes(saved.folder))
     return step, f"{written} UTC", size, f"{saved.position.tokens:,}"
 
 
@@ -80,7 +72,7 @@ def verify(run: str, step: int | None) -> str:
         )
     reading.check_metadata(saved)
     size = sum(_num_bytes(saved, key) for key in saved.leaves)
-    return f"{saved.folder}: {len(saved.leaves)} leaves, {size_text(size)}, all as written"
+    return f"{saved.folder}: {len(saved.leaves)} leaves, {decimal_bytes(size)}, all as written"
 
 
 def _num_bytes(saved: Saved, key: Key) -> int:

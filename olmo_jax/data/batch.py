@@ -2,9 +2,6 @@
 
 from typing import Any, NamedTuple
 
-IGNORED = -100
-"""The label of a position that no loss counts."""
-
 Values = Any
 """An array of JAX or NumPy, or what describes one: a shape, a sharding, a spec."""
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from olmo_jax.data.batch import IGNORED, Batch
+from olmo_jax.arch.labels import IGNORED
+from olmo_jax.data.batch import Batch
 from olmo_jax.data.sources import Row
 
 

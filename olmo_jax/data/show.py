@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from olmo_jax.data.batch import IGNORED, Batch
+from olmo_jax.arch.labels import IGNORED
+from olmo_jax.data.batch import Batch
 from olmo_jax.data.corpus import Corpus
 from olmo_jax.errors import UserError
 

@@ -8,9 +8,7 @@ from typing import Any
 from olmo_jax.inspect import hlo
 from olmo_jax.inspect import jaxpr as jaxprs
 from olmo_jax.inspect.jaxpr import Loop, inside
-
-MICROBATCHES = "microbatches"
-"""The named scope around the loop over microbatches; how the loop is found in both programs."""
+from olmo_jax.train.accumulate import MICROBATCHES
 
 
 @dataclass(frozen=True, order=True)

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
+from olmo_jax.mesh import collectives as collectives_bytes
+
 AnyJaxpr = Jaxpr | ClosedJaxpr
 
 KINDS = {
@@ -196,19 +198,9 @@ def _axes(equation: JaxprEqn) -> tuple[str, ...]:
 
 
 def ring_bytes(collective: Collective, axis_sizes: Mapping[str, int]) -> float:
-    """Return what one rank sends for one execution, by a ring over n ranks.
-
-    Units: bytes, of S = operand_bytes: reduce, max and min 2 S (n-1)/n; reduce_scatter and
-    all_to_all S (n-1)/n (for a ragged one a bound); all_gather S (n-1), its operand being the
-    shard; permute and broadcast S.
-    """
-    size = collective.operand_bytes
+    """Return what one rank sends for one execution, see `mesh.collectives.ring_bytes`."""
     ranks = math.prod(axis_sizes[axis] for axis in collective.axes)
-    if collective.kind in ("reduce", "max", "min"):
-        return 2 * size * (ranks - 1) / ranks
-    if collective.kind in ("reduce_scatter", "all_to_all", "ragged_all_to_all"):
-        return size * (ranks - 1) / ranks
-    return float(size * (ranks - 1) if collective.kind == "all_gather" else size)
+    return collectives_bytes.ring_bytes(collective.kind, collective.operand_bytes, ranks)
 
 
 def sent_bytes(found: Iterable[Collective], axis_sizes: Mapping[str, int]) -> float:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from olmo_jax.arch.labels import IGNORED
 from olmo_jax.config.records import Config, ModelConfig
-from olmo_jax.data.batch import IGNORED, Batch
+from olmo_jax.data.batch import Batch
 from olmo_jax.model.execution import Execution, Tree, one_device
 from olmo_jax.model.moe import RouterSums
 from olmo_jax.model.transformer import (

@@ -8,10 +8,9 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Float32, Int32
 
+from olmo_jax.arch.labels import IGNORED
 from olmo_jax.arch.sizes import pieces
 from olmo_jax.ops import varying
-
-IGNORED = -100
 
 
 def cross_entropy(

@@ -13,6 +13,7 @@ from olmo_jax.arch.activations import saved_names
 from olmo_jax.arch.layers import is_routed, window_of
 from olmo_jax.arch.sizes import ITEM_BYTES, PIECES, head_copies, ring_hops
 from olmo_jax.mesh.axes import AXES, TOKEN_AXES, expert_model_axes
+from olmo_jax.mesh.collectives import ring_bytes
 from olmo_jax.mesh.layout import Layout, ShardedParameter
 from olmo_jax.mesh.specs import (
     METHODS,
@@ -27,20 +28,6 @@ from olmo_jax.plan.passes import Passes, passes
 Kind = Literal["all_gather", "reduce_scatter", "reduce", "max", "all_to_all", "permute"]
 
 Sizes = Mapping[str, int]
-
-
-def ring_bytes(kind: Kind, operand_bytes: int, ranks: int) -> float:
-    """Return what one rank sends, by a ring over n ranks, if it puts in S = `operand_bytes`.
-
-    Units: bytes. all_gather S (n-1), its operand being the shard; reduce_scatter and all_to_all
-    S (n-1)/n; reduce and max 2 S (n-1)/n; permute S.
-    """
-    if kind == "all_gather":
-        return float(operand_bytes * (ranks - 1))
-    if kind == "permute":
-        return float(operand_bytes)
-    twice = 1 if kind in ("reduce_scatter", "all_to_all") else 2
-    return twice * operand_bytes * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from olmo_jax.arch.parameters import active_parameters, parameters, total_parame
 from olmo_jax.config import Config
 from olmo_jax.config.messages import listing
 from olmo_jax.config.records import OptimConfig
+from olmo_jax.formatting import amount
 from olmo_jax.mesh.axes import num_devices_wanted, resolve
 from olmo_jax.mesh.layout import Layout
 from olmo_jax.plan.flops import device_model_flops, hardware_flops
@@ -16,14 +17,6 @@ from olmo_jax.plan.passes import num_ticks
 from olmo_jax.plan.slots import num_slots, peak_live, slot_bytes
 from olmo_jax.plan.state_memory import state_memory, whole_when_saved
 from olmo_jax.rules import with_mesh, without_effect
-
-
-def amount(number: int | float) -> str:
-    """Return "1.25 M": three digits and a power of a thousand."""
-    for size, name in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{name}"
-    return f"{number:g}"
 
 
 def summary(config: Config) -> str:

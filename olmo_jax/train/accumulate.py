@@ -26,7 +26,7 @@ from olmo_jax.parallel.unshard import WeightShard, zeros
 from olmo_jax.train.state import compute_dtype
 
 MICROBATCHES = "microbatches"
-"""The named scope of the loop over microbatches."""
+"""The named scope of the loop over microbatches; how a reader of programs finds the loop."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from olmo_jax.arch.labels import IGNORED
 from olmo_jax.arch.layers import PADDING_LAYER, StageLayout
 from olmo_jax.config.records import Config
-from olmo_jax.data.batch import IGNORED, Batch
+from olmo_jax.data.batch import Batch
 from olmo_jax.mesh.axes import AXES
 from olmo_jax.mesh.layout import Layout
 from olmo_jax.model.execution import Execution

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from olmo_jax.formatting import duration
 from olmo_jax.train.metrics import Line
 
 NUM_PLAIN_LINES = 20
@@ -24,14 +25,6 @@ class QuietWhenUnread(Console):
 def open_console() -> Console:
     """Return the console of a command: a run outlives whoever reads its output."""
     return QuietWhenUnread()
-
-
-def duration(seconds: float) -> str:
-    """Return "1 h 02 min", "3 min 05 s" or "12 s"."""
-    whole = max(round(seconds), 0)
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
 
 
 def say(console: Console, text: str) -> None:

@@ -140,10 +140,3 @@ def test_what_hugging_face_cannot_say_is_refused(tmp_path: Path, program_of, cap
     assert code == 1
     assert "model.router.bias_gamma=0.01 cannot be written as Olmo3MoeForCausalLM" in err
     assert not (tmp_path / "hf").exists()
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(999, "999 B"), (23_516, "23.5 kB"), (2e9, "2 GB"), (3.5e12, "3.5 TB")]
-)
-def test_sizes_have_three_digits(num_bytes, text) -> None:
-    assert inspection.size_text(num_bytes) == text

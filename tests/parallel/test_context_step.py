@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from olmo_jax.arch.labels import IGNORED
 from olmo_jax.arch.sizes import padded_length
 from olmo_jax.config.records import WindowConfig
-from olmo_jax.data.batch import IGNORED
 from olmo_jax.data.sequence_layout import lay_out
 from olmo_jax.inspect import jaxpr
 from tests import cases

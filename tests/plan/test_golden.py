@@ -10,9 +10,10 @@ import pytest
 from olmo_jax.arch.activations import block_activations, block_residuals, saved_names
 from olmo_jax.arch.parameters import active_parameters, parameters, total_parameters
 from olmo_jax.arch.sizes import capacity
+from olmo_jax.formatting import GIB
+from olmo_jax.mesh.collectives import ring_bytes
 from olmo_jax.parallel.pipeline import interleaved, one_f_one_b_v, peak_live
-from olmo_jax.plan.communication import ring_bytes
-from olmo_jax.plan.hardware import GIB, MACHINES
+from olmo_jax.plan.hardware import MACHINES
 from olmo_jax.plan.plan import Plan
 from olmo_jax.plan.state_memory import STATE_BYTES, state_memory
 from tests.cases import layout_of

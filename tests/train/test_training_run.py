@@ -38,7 +38,7 @@ from olmo_jax.train.loop import (
 )
 from olmo_jax.train.metrics import MetricsFile, read, truncate
 from olmo_jax.train.program import Program
-from olmo_jax.train.progress import StepProgress, duration, in_background
+from olmo_jax.train.progress import StepProgress, in_background
 from olmo_jax.train.state import State
 from olmo_jax.train.trace import Trace
 from olmo_jax.train.training_run import speed, summary
@@ -612,14 +612,6 @@ def test_the_summary_says_what_came_out_and_what_was_written(tmp_path: Path) -> 
 def test_speed_leaves_the_first_step_out() -> None:
     lines = [{"tokens_per_s": 1.0, "step_time_s": 100.0}, {"tokens_per_s": 500.0, "step_time_s": 2}]
     assert speed(config_of(2), lines).startswith("500 tokens/s, ")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0 s"), (59.7, "1 min 00 s"), (185.0, "3 min 05 s"), (3720.0, "1 h 02 min")],
-)
-def test_a_duration_is_read_at_a_glance(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_what_fails_in_the_background_fails_in_front() -> None:
