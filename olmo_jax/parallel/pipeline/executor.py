@@ -1,4 +1,4 @@
-"""A lock-step schedule executed: forward, losses and backward of a pipelined model in one program.
+"""A schedule executed: forward, losses and backward of a pipelined model in one program.
 
 A model is cut in three. The body's layers are divided over `pipeline`; a stage is one chunk of
 them. The first part (embedding, leading blocks) and the last (norm, head, loss) are replicated over
@@ -18,11 +18,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
 
-from olmo_jax.errors import UserError
 from olmo_jax.ops.varying import vary_everywhere
 from olmo_jax.parallel.pipeline import segments
 from olmo_jax.parallel.pipeline.parts import Parts, Tree, pick
-from olmo_jax.parallel.pipeline.schedule import Schedule, refusal
+from olmo_jax.parallel.pipeline.schedule import Schedule
 from olmo_jax.parallel.pipeline.setup import Carry, Setup, assemble, at_the_start
 from olmo_jax.parallel.pipeline.ticks import advance, argument
 
@@ -67,8 +66,7 @@ def run(
     Comm: along `pipeline`, in the dtype of x: two permutes of x a tick; a reduce-scatter and an
         all-gather of x a microbatch (its rows to and from the last part); an all-gather of x and a
         reduce-scatter of P times x a group of P microbatches (to and from the first part).
-    Raises: UserError for a schedule that is not in lock-step; ValueError for arrays that do not fit
-        the schedule.
+    Raises: ValueError for arrays that do not fit the schedule.
     """
     _check(schedule, accumulators, (data, labels))
     padded = _by_rank(vary_everywhere(labels), schedule.ranks, ignored)
@@ -80,9 +78,6 @@ def run(
 
 
 def _check(schedule: Schedule, accumulators: Parts | None, data: Tree) -> None:
-    reason = refusal(schedule)
-    if reason is not None:
-        raise UserError(reason)
     if (accumulators is None) != schedule.forward_only:
         given, rule = (
             ("no accumulators", "needs")

@@ -1,4 +1,4 @@
-"""A lock-step schedule as static segments: loops over ticks of one kind, and periods that repeat.
+"""A schedule as static segments: loops over ticks of one kind, and periods that repeat.
 
 Pure NumPy. A program has one copy of a tick's work per segment, however many the microbatches are.
 Between the ticks stand the group events: the first part (embedding, leading blocks) runs a group of
@@ -151,7 +151,7 @@ def _most_alive(starts: Sequence[int], ends: Sequence[int]) -> int:
 
 
 def segments(schedule: Schedule) -> Segments:
-    """Return the program of a lock-step schedule with the loop placement."""
+    """Return the program of a schedule."""
     steps = list(_steps(schedule))
     place = {step: i for i, step in enumerate(steps)}
     ticks = [(step, i) for step, i in place.items() if isinstance(step, Ticks)]

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from olmo_jax.errors import UserError
 from olmo_jax.inspect import hlo
 from olmo_jax.inspect import jaxpr as jaxprs
 from olmo_jax.mesh.axes import AXES
@@ -21,8 +20,6 @@ from olmo_jax.parallel.pipeline import (
     forward_only,
     gpipe,
     interleaved,
-    one_f_one_b_v,
-    refusal,
     ticks,
     validate,
 )
@@ -281,13 +278,6 @@ def call(schedule, **changed):
         "ignored": toy.IGNORED,
     }
     return run(schedule, Parts(None, None, None), **(arguments | changed))
-
-
-def test_a_schedule_that_is_not_in_lockstep_is_refused_with_the_reason():
-    schedule = one_f_one_b_v(2, 2, 4)
-    with pytest.raises(UserError) as refused:
-        call(schedule)
-    assert str(refused.value) == refusal(schedule)
 
 
 @pytest.mark.parametrize(
