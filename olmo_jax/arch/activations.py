@@ -53,7 +53,7 @@ NAMES: Mapping[str, Named] = {
 
 ALWAYS_SAVED = ("router_choice", "router_weights")
 """The experts of each token and how much each counts. XLA may round a value otherwise where it is
-computed again, and another rounding could be another expert: both passes must see one routing.
+rematerialized, and another rounding could be another expert: both passes must see one routing.
 """
 
 GATHERED = "gathered_weight"
@@ -96,7 +96,7 @@ def present_names(config: Config) -> frozenset[str]:
 
 
 def rematerialized_names(config: Config) -> frozenset[str]:
-    """Return the names that the backward pass computes again."""
+    """Return the names that the backward pass rematerializes."""
     policy = config.train.recompute
     return frozenset(POLICIES[policy] if isinstance(policy, str) else policy)
 

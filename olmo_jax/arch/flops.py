@@ -120,7 +120,8 @@ def components(
 
     `pairs(window)` are the (head, query, key) that a layer with this window computes for all its
     `tokens`, `rows` the rows that pass a layer's routed experts: with the numbers that a model
-    needs this is its own work, with those of a program (all pairs of its blocks, whole tiles) what that executes.
+    needs this is its own work, with those of a program (all pairs of its blocks, whole tiles) what
+    that executes.
     """
     runs = ((layer, 1) for layer in range(model.num_layers))
     layers = of_layers(model, runs, tokens=tokens, pairs=pairs, rows=rows)

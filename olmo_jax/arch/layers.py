@@ -52,7 +52,7 @@ def _fits(model: ModelConfig, start: int, stop: int, period: int) -> bool:
 def layer_groups(model: ModelConfig) -> LayerGroups:
     """Split the layers into leading, body and trailing; the body is as long as it can be.
 
-    Of two such bodies the later one: a pipeline has no place for trailing layers.
+    Of two such bodies the later one: a pipeline has no stage for trailing layers.
     """
     routed = model.num_routed_layers > 0
     first = model.num_dense_layers if routed else 0

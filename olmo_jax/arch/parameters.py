@@ -29,7 +29,7 @@ STACKED = "layers"
 """The logical dim of stacked layers, which is scanned."""
 
 STAGED = ("chunks", "stages", STACKED)
-"""What stands in its place if a pipeline divides the layers: [chunks, ranks, a stage's layers]."""
+"""What replaces it if a pipeline divides the layers: [chunks, ranks, a stage's layers]."""
 
 
 class Parameter(NamedTuple):

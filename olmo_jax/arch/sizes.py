@@ -40,7 +40,7 @@ class Pieces(NamedTuple):
 
 
 def pieces(length: int, most: int) -> Pieces:
-    """Cut `length` into pieces of `most`, or into one if it is shorter."""
+    """Split `length` into pieces of `most`, or into one if it is shorter."""
     size = min(length, most)
     return Pieces(size, math.ceil(length / size))
 
@@ -84,12 +84,12 @@ def padded_length(length: int, context: Context, num_ranks: int) -> int:
 
 
 def head_copies(num_kv_heads: int, num_ranks: int) -> int:
-    """Return how often each key head must be there for the ranks to share them evenly."""
+    """Return how many copies of each key head the ranks need to share them evenly."""
     return num_ranks // math.gcd(num_kv_heads, num_ranks)
 
 
 class Hop(NamedTuple):
-    """What a rank attends to when the keys at hand have come over `shift` ranks: pairs of blocks.
+    """What a rank attends to when the keys it has have come over `shift` ranks: pairs of blocks.
 
     `across`: queries of its second piece, keys of the first piece. `within`: of its own keys,
     queries and keys of the same piece; of other keys, both of the first pieces or both of the

@@ -57,7 +57,7 @@ def block_checksum(
 ) -> Checksum:
     """Return the sums of a leaf, or of the block of it that begins at `start`, on its devices.
 
-    Each element's bits and place go through a bijection of 32 bits, so that one changed element
+    Each element's bits and index go through a bijection of 32 bits, so that one changed element
     always changes both sums, and any other change goes unseen once in 2^64.
 
     Comm: two psums of 4 bytes, made by GSPMD where the leaf is sharded.

@@ -102,8 +102,8 @@ def _read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key,
         key = _unreadable(saved, wanted)
         if key is None:
             raise UserError(
-                f"{saved.folder} cannot be read: {disk_errors.short(error)}; a folder that was written "
-                f"to its end can; {folders.way_on(saved.folder)}"
+                f"{saved.folder} cannot be read: {disk_errors.short(error)}; a folder that was "
+                f"written to its end can; {folders.way_on(saved.folder)}"
             ) from error
         raise damaged(saved, key, "it cannot be read") from error
 

@@ -1,7 +1,7 @@
-"""Where each parameter lives: the only place where partition specs are written.
+"""How each parameter is divided: the only module that writes partition specs.
 
-A parameter has three. `compute` places a weight as forward and backward read it, `resident` what a
-device keeps of it through a step (and its gradient), `main` the FP32 weight and its moments. What
+A parameter has three. `compute` is the weight as forward and backward read it, `resident` what a
+device stores of it through a step (and its gradient), `main` the FP32 weight and its moments. What
 lies between `compute` and `resident` moves at every use of the weight, what lies between `resident`
 and `main` once a step. The methods differ in `METHODS` and in nothing else.
 """
@@ -20,7 +20,7 @@ Sizes = Mapping[str, int]
 class Spec(tuple):
     """A partition spec without jax: for each dim the mesh axes that divide it, None for none.
 
-    It is one leaf of a pytree. `train.state.partition` makes it jax's own.
+    It is one leaf of a pytree. `train.state.partition` turns it into jax's.
     """
 
     def __new__(cls, *entries: str | tuple[str, ...] | None) -> "Spec":

@@ -31,14 +31,14 @@ class LossSums(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """Of the global batch: T tokens in the loss mask, R that are not padding."""
+    """Of the global batch: tokens in the loss mask, and tokens that are not padding."""
 
     loss_tokens: Float32[Array, ""]
-    real_tokens: Float32[Array, ""]
+    tokens: Float32[Array, ""]
 
 
 class Parts(NamedTuple):
-    """Unweighted losses: a token of the loss mask, and a real token summed over routed layers."""
+    """Unweighted losses: the first two per token of the loss mask, the router's per token."""
 
     cross_entropy: Float32[Array, ""]
     z: Float32[Array, ""]
@@ -106,8 +106,8 @@ def divide(sums: LossSums, divisors: Divisors) -> Parts:
     return Parts(
         sums.cross_entropy / divisors.loss_tokens,
         sums.z / divisors.loss_tokens,
-        zero if router is None else router.balance.sum() / divisors.real_tokens,
-        zero if router is None else router.z.sum() / divisors.real_tokens,
+        zero if router is None else router.balance.sum() / divisors.tokens,
+        zero if router is None else router.z.sum() / divisors.tokens,
     )
 
 

@@ -1,7 +1,7 @@
-"""What a unit keeps for its backward pass, by name; the rest it computes again.
+"""What a unit saves for its backward pass, by name; it rematerializes the rest.
 
 Every product, attention, transfer and choice of the model names its result with `checkpoint_name`.
-What has no name (norms, activations, rotations, casts) is cheap and always computed again. Nothing
+What has no name (norms, activations, rotations, casts) is cheap and always rematerialized. Nothing
 derived from a weight alone is kept, but for a gathered weight where the reshard policy says so.
 """
 

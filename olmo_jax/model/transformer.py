@@ -249,7 +249,7 @@ def by_period(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_chunk(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
-    """Return one pipeline rank's leaves, [chunks, 1, places, ...], by chunk and period.
+    """Return one pipeline rank's leaves, [chunks, 1, layers of a stage, ...], by chunk and period.
 
     [chunks, periods of a stage, layers of a period, ...].
     """

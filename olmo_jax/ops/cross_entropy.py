@@ -23,9 +23,9 @@ def cross_entropy(
 ) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
     """Sum cross entropy and squared log-sum-exp over the tokens whose label is not -100.
 
-    Logits are FP32 from a product in the dtype of `hidden`, held for one chunk only, and computed
-    again for the gradient. The weight gradient is FP32 from its first addend. An ignored token's
-    hidden state may hold anything.
+    Logits are FP32 from a product in the dtype of `hidden`, held for one chunk only, and
+    rematerialized for the gradient. The weight gradient is FP32 from its first addend. An ignored
+    token's hidden state may hold anything.
     """
     chunks = pieces(labels.shape[0], chunk_tokens)
     missing = chunks.total - labels.shape[0]
@@ -48,9 +48,9 @@ def _chunked_forward(hidden: Array, weight: Array, labels: Array):
         logits = _logits(states, weight)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         target = jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
-        counted = targets != IGNORED
-        entropy = jnp.sum(jnp.where(counted, normaliser - target, 0.0))
-        square = jnp.sum(jnp.where(counted, normaliser**2, 0.0))
+        loss_mask = targets != IGNORED
+        entropy = jnp.sum(jnp.where(loss_mask, normaliser - target, 0.0))
+        square = jnp.sum(jnp.where(loss_mask, normaliser**2, 0.0))
         return None, (entropy, square, normaliser)
 
     _, (entropy, square, normalisers) = lax.scan(sums_of, None, (hidden, labels))

@@ -1,9 +1,9 @@
 """Context parallelism: the positions of a row are divided over the `sequence` ranks.
 
-Everything but attention works on the positions at hand. Attention sees the others in one of two
+Everything but attention works on this rank's positions. Attention sees the others in one of two
 ways. Ulysses exchanges positions for heads: each rank attends with a share of the heads to whole
-rows. A ring keeps the queries where they are and sends keys and values round. Which pieces of a
-row a rank holds is the method's affair: see `held_pieces`.
+rows. A ring leaves the queries where they are and sends keys and values round. The method decides
+which pieces of a row a rank holds: see `held_pieces`.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ Attend = Callable[..., Float[Array, "B L N H"]]
 def piece_starts(
     method: Context, rank: Int[Array, ""] | int, num_ranks: int, num_local: int
 ) -> Int32[Array, " pieces"]:
-    """Return the place in the row at which each piece begins that a rank holds."""
+    """Return the position in the row at which each piece of a rank begins."""
     length = num_local // PIECES[method]
     pieces = held_pieces(method, rank, num_ranks)
     return jnp.stack([jnp.asarray(piece, jnp.int32) for piece in pieces]) * length
 
 
 def offsets(method: Context, num_ranks: int, num_local: int) -> Int32[Array, " l"]:
-    """Return the place in the row of each position that this rank holds."""
+    """Return the index in the row of each position that this rank holds."""
     starts = piece_starts(method, lax.axis_index(AXIS), num_ranks, num_local)
     inside = jnp.arange(num_local // PIECES[method], dtype=jnp.int32)
     return (starts[:, None] + inside).reshape(-1)

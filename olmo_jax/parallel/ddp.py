@@ -1,4 +1,4 @@
-"""Weights that stay in place for the whole accumulation window, and their FP32 gradients."""
+"""Weights that do not move for the whole accumulation window, and their FP32 gradients."""
 
 import jax
 import jax.numpy as jnp

@@ -14,7 +14,7 @@ def reduce_to_main(gradient: Float32[Array, "..."], specs: ParameterSpecs) -> Fl
     """Sum a device's own gradient over all replicas and leave each its shard.
 
     Comm: FP32, once a step: a reduce-scatter over the axes that `main` adds to `resident`
-    (4 (n-1)/n bytes an element), an all-reduce over what stays a replica axis.
+    (4 (n-1)/n bytes an element), an all-reduce over the axes that stay replica axes.
     """
     left = replica_axes(specs.main)
     with jax.named_scope("reduce_gradients"):

@@ -1,4 +1,4 @@
-"""Weights of which a device keeps a shard: gathered for each use, their gradients scattered."""
+"""Weights of which a device stores a shard: gathered for each use, their gradients scattered."""
 
 from functools import partial
 from typing import Any

@@ -1,7 +1,7 @@
 """What one optimizer step sends between ranks: from the config and the sizes of the mesh alone.
 
 Every collective of the step is here, the small ones included. Tests count the same on the step's
-jaxpr. A rank of a pipeline that is idle in a tick, and an empty place, send as any other: one
+jaxpr. A rank of a pipeline that is idle in a tick, and a padding layer, send as any other: one
 program runs on all.
 """
 
@@ -130,7 +130,7 @@ def _all(layout: Layout) -> Iterator[_Sent]:
 
 
 def _divisors() -> Iterator[_Sent]:
-    """The positions that count in the loss, and the real ones."""
+    """The tokens of the loss mask, and those of the padding mask."""
     yield _Sent(_Sort("divisors", False, "reduce", TOKEN_AXES, "int32"), 2, 2)
 
 
@@ -193,7 +193,7 @@ def _backward_reads(layout: Layout, leaf: ShardedParameter, run: Passes) -> int:
     """Return how often a step gathers the weight again for its gradient.
 
     The gradient of a lookup does not need the table; rows that a norm reads are looked up again if
-    they were not kept.
+    they were not saved.
     """
     if layout.config.parallel.reshard != "full":
         return 0
@@ -268,7 +268,7 @@ def _ring(layout: Layout, run: Passes) -> Iterator[_Sent]:
 
 
 def _experts(layout: Layout, run: Passes) -> Iterator[_Sent]:
-    """What routed layers send whenever they are run, and again where backward computes it anew."""
+    """What routed layers send whenever they are run, and again where backward rematerializes it."""
     model, saved, layers = layout.model, saved_names(layout.config), _routed_runs(layout, run)
     tokens = layout.microbatch_tokens
     group = expert_model_axes(fold_sequence=layout.config.parallel.fold_sequence)

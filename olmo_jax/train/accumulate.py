@@ -1,6 +1,6 @@
 """Gradients of one optimizer step on one device: FP32 sums over its microbatches, added in place.
 
-The loop is the same for every method. What a device keeps of a weight, and so what moves inside
+The loop is the same for every method. What a device stores of a weight, and so what moves inside
 the loop, follows from the specs: see `mesh/specs.py`.
 """
 
@@ -31,7 +31,7 @@ MICROBATCHES = "microbatches"
 
 @dataclass(frozen=True)
 class Resident:
-    """What a device keeps of the weights through a step: `shards`, the body's by period.
+    """What a device stores of the weights through a step: `shards`, the body's by period.
 
     Under a pipeline they are [chunks, periods, layers of a period, ...].
     """
@@ -103,7 +103,7 @@ def accumulate(
 ) -> tuple[Params, LossSums]:
     """Return this device's FP32 gradients, laid out as its shards, and its sums.
 
-    A layer's gradient is added to its place in the accumulator while the backward pass runs through
+    A layer's gradient is added to its slice of the accumulator while the backward pass runs through
     the layers: no second tree of gradients exists.
     """
     config = resident.layout.config

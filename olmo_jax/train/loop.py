@@ -48,7 +48,7 @@ def upcoming(
 ) -> Iterator[Upcoming]:
     """Yield every step after `done`, with these rows of its batch and its learning rate."""
     train = config.train
-    # All positions are real: the rows of the training data are cut whole.
+    # No position is padding: every row of the training data is full.
     step_tokens = train.global_batch * train.sequence_length
     total_tokens = done.tokens + (train.steps - done.step) * step_tokens
     rate = partial(learning_rate, config.optim, total_steps=train.steps, total_tokens=total_tokens)

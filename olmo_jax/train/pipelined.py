@@ -146,7 +146,7 @@ class _Model:
         )
 
     def _params(self, accumulators: Params) -> dict[str, Any]:
-        """Return what the units read of one part of the model, the one that `accumulators` are of."""
+        """Return what the units read of the part of the model that `accumulators` belong to."""
         weights = {name: self.weights[name] for name in accumulators}
         return {**self.resident.pair(weights, accumulators), **self.expert_bias}
 

@@ -59,7 +59,7 @@ def create(config: Config, device_table: str, tokenizer: Path | None) -> Path:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Put a file in another's place: whoever is killed meanwhile leaves one of the two, whole."""
+    """Replace a file atomically: a process that is killed leaves the old or the new one, whole."""
     new = path.with_name(f".{path.name}.new")
     try:
         with new.open("wb") as file:

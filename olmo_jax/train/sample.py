@@ -26,8 +26,8 @@ NextLogits = Callable[[np.ndarray, int], np.ndarray]
 def sample(run_dir: Path, text: str, *, num_tokens: int, temperature: float, seed: int) -> str:
     """Return `text` and how the run's model goes on; it ends early at the end of a document.
 
-    Temperature 0 takes the likeliest token. What is longer than a training sequence is cut on the
-    left.
+    Temperature 0 takes the likeliest token. What is longer than a training sequence is truncated on
+    the left.
 
     Raises: UserError if the run has no weights or no tokenizer.
     """

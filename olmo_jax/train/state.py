@@ -63,7 +63,10 @@ def rebuild(layout: Layout, main: Leaves) -> Leaves:
 
 
 def first_state(layout: Layout) -> State:
-    """Return the state before the first step; under jit with `state_specs`, nobody holds a whole leaf."""
+    """Return the state before the first step.
+
+    Under jit with `state_specs` no device holds a whole leaf that is divided.
+    """
     config = layout.config
     main, expert_bias = initialise(config.model, config.seed, layout.stages)
     return State(

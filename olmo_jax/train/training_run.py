@@ -267,15 +267,18 @@ def first_state(console: Console, program: Program) -> State:
 
 def truncate_metrics(console: Console, path: Path, step: int) -> str:
     """Leave the lines of steps that the state has in it, and say what was taken out."""
-    cut = truncate(path, step)
-    if cut.later and step == 0:
+    truncated = truncate(path, step)
+    if truncated.later and step == 0:
         say(console, f"{path.parent} has no checkpoint, so the run starts anew")
-    if cut.later:
-        say(console, f"{path.name}: {cut.later} lines of steps that are taken again are dropped")
-    if cut.damaged:
-        say(console, f"{path.name}: {cut.damaged} half-written lines are dropped")
-    if cut.lacking:
-        gaps = [f"{a} to {b}" if a < b else f"{a}" for a, b in cut.lacking]
+    if truncated.later:
+        say(
+            console,
+            f"{path.name}: {truncated.later} lines of steps that are taken again are dropped",
+        )
+    if truncated.damaged:
+        say(console, f"{path.name}: {truncated.damaged} half-written lines are dropped")
+    if truncated.lacking:
+        gaps = [f"{a} to {b}" if a < b else f"{a}" for a, b in truncated.lacking]
         say(console, f"{path.name} lacks the lines of steps {listing(gaps, 'and')}")
     return ""
 

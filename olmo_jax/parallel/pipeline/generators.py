@@ -26,7 +26,7 @@ def _require_groups(ranks: int, microbatches: int) -> None:
 
 
 def _entries(ranks: int, chunks: int, microbatches: int) -> Int[np.ndarray, "stages microbatches"]:
-    """Return how many ticks after the first microbatch each one reaches the k-th stage it visits."""
+    """Return after how many ticks each microbatch reaches the k-th stage that it visits."""
     group, index = np.divmod(np.arange(microbatches), ranks)
     return group * ranks * chunks + index + np.arange(ranks * chunks)[:, None]
 

@@ -17,7 +17,7 @@ class Ops(NamedTuple):
     chunk: Int32[np.ndarray, "ticks ranks"]
     microbatch: Int32[np.ndarray, "ticks ranks"]
     slot: Int32[np.ndarray, "ticks ranks"]
-    """Where the residuals lie: written by the forward, free again after the backward."""
+    """Where the residuals are: the forward writes it, and it is free after the backward."""
 
 
 @dataclass(frozen=True, eq=False)

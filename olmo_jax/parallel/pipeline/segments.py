@@ -58,8 +58,8 @@ class Segments(NamedTuple):
     """What is run, in order.
 
     `inbox_groups`, `outbox_groups` and `first_slots` are the most groups that ever wait for the
-    body, for their backward, or between the first part's forward and backward. A group g is in
-    place g modulo that. `turns_wait` says that gradients of losses are held until their turn.
+    body, for their backward, or between the first part's forward and backward. Group g has the
+    index g modulo that. `turns_wait` says that gradients of losses are held until their turn.
     """
 
     loops: tuple[Loop, ...]
@@ -75,7 +75,7 @@ def _on_last_stage(schedule: Schedule, ops: Ops) -> Bool[np.ndarray, " ticks"]:
 
 
 def _ticks(schedule: Schedule) -> list[Ticks]:
-    """SplitVjp where the kind of work changes, and between the groups of the last stage."""
+    """Split the ticks where the kind of work changes, and between the groups of the last stage."""
     ops = schedule.forward, schedule.backward
     loss, turn = (_on_last_stage(schedule, table) for table in ops)
     forward, backward = (table.valid.any(axis=1) for table in ops)
@@ -84,8 +84,8 @@ def _ticks(schedule: Schedule) -> list[Ticks]:
         for there, table in zip((loss, turn), ops, strict=True)
     ]
     keys = np.stack([forward, loss, turn, backward, *groups], axis=1)
-    cuts = 1 + np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1))
-    edges = [0, *cuts.tolist(), len(keys)]
+    changes = 1 + np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1))
+    edges = [0, *changes.tolist(), len(keys)]
     return [
         Ticks(start, stop, *(bool(flag) for flag in keys[start, :4]))
         for start, stop in pairwise(edges)
@@ -153,25 +153,25 @@ def _most_alive(starts: Sequence[int], ends: Sequence[int]) -> int:
 def segments(schedule: Schedule) -> Segments:
     """Return the program of a schedule."""
     steps = list(_steps(schedule))
-    place = {step: i for i, step in enumerate(steps)}
-    ticks = [(step, i) for step, i in place.items() if isinstance(step, Ticks)]
+    index = {step: i for i, step in enumerate(steps)}
+    ticks = [(step, i) for step, i in index.items() if isinstance(step, Ticks)]
 
-    def position(tick: int) -> int:
+    def index_of(tick: int) -> int:
         return next(i for step, i in ticks if step.start <= tick < step.stop)
 
     forward = _group_ticks(schedule, schedule.forward)
     groups = range(len(forward))
-    arrivals = [place[FirstForward(g)] for g in groups]
-    inbox = _most_alive(arrivals, [position(int(t.max())) for t in forward])
+    arrivals = [index[FirstForward(g)] for g in groups]
+    inbox = _most_alive(arrivals, [index_of(int(t.max())) for t in forward])
     loops = tuple(_fold(steps))
     if schedule.forward_only:
         return Segments(loops, inbox, 0, 0, turns_wait=False)
     backward = _group_ticks(schedule, schedule.backward)
-    returns = [place[FirstBackward(g)] for g in groups]
+    returns = [index[FirstBackward(g)] for g in groups]
     return Segments(
         loops=loops,
         inbox_groups=inbox,
-        outbox_groups=_most_alive([position(int(t.min())) for t in backward], returns),
+        outbox_groups=_most_alive([index_of(int(t.min())) for t in backward], returns),
         first_slots=_most_alive(arrivals, returns),
         turns_wait=_turns_wait(schedule),
     )

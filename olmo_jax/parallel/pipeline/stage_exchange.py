@@ -1,4 +1,4 @@
-"""The body's leaves between stages, as a step has them, and layers, as a checkpoint has them."""
+"""The body's leaves: by stages in a step, by layers in a checkpoint, and the way between."""
 
 import math
 

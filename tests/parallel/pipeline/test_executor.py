@@ -82,7 +82,7 @@ def relative(value, wanted):
 
 def check(case):
     """Hold a case's results to one-device autodiff. 1e-6: FP32 sums in another order."""
-    (loss, aux, counts), (counted, tokens), gradients = case.results
+    (loss, aux, counts), (loss_tokens, tokens), gradients = case.results
     wanted, wanted_gradients = toy.reference(case.layers, case.microbatches, ROWS, LENGTH)
     assert relative(loss, wanted[0]) < 1e-6
     assert relative(aux, wanted[1]) < 1e-6
@@ -90,7 +90,7 @@ def check(case):
     np.testing.assert_array_equal(held, wanted[2])
     assert not empty.any()
     labels = case.batch[1]
-    assert (int(counted), int(tokens)) == ((labels != toy.IGNORED).sum(), labels.size)
+    assert (int(loss_tokens), int(tokens)) == ((labels != toy.IGNORED).sum(), labels.size)
     if case.schedule.forward_only:
         return
     body = {name: toy.off_grid(leaf, case.layers) for name, leaf in gradients.body.items()}
