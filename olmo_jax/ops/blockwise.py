@@ -86,6 +86,7 @@ def visible(
 
 def _padded_blocks(x: Array, pieces: int, fill: int = 0) -> Array:
     """Split the positions of each piece into blocks: [B, L, ...] to [B, blocks, size, ...]."""
+    # Each piece is padded by itself, so that no block holds positions of two pieces.
     size = block_size(x.shape[1] // pieces)
     parts = x.reshape(x.shape[0], pieces, -1, *x.shape[2:])
     after = [(0, 0), (0, 0), (0, -parts.shape[2] % size)] + [(0, 0)] * (x.ndim - 2)
@@ -188,6 +189,13 @@ def add_pairs(
     """
 
     def add(state: SoftmaxState, pair: Array) -> tuple[SoftmaxState, None]:
+        # With m the highest logit of a query so far, the state is
+        #
+        #     totals = sum exp(logit - m),    attended = sum exp(logit - m) v.
+        #
+        # A new maximum m' shrinks both by exp(m - m'), since exp(logit - m) exp(m - m') is
+        # exp(logit - m'). m starts at LOWEST and not at -inf: for a query that sees nothing
+        # exp(-inf - LOWEST) is 0, and exp(-inf - (-inf)) would be NaN.
         i, j = pair
         logits = _logits(queries, keys, pair, window, scale)
         before = _at(state.highest, i)
@@ -213,6 +221,8 @@ def finish(state: SoftmaxState) -> tuple[Float32[Array, "..."], Float32[Array, "
 
 def softmaxed(out: Array, d_out: Array, logsumexp: Array) -> Softmaxed:
     """Return what backward needs; `out` and `d_out` in blocks."""
+    # Through a softmax with weights w, d_logit_j = w_j (d_w_j - sum_k w_k d_w_k), and d_w_k is
+    # d_out . v_k. The sum over keys is d_out . out: known before any pair of blocks is visited.
     return Softmaxed(d_out, logsumexp, (out.astype(jnp.float32) * d_out).sum(axis=-1))
 
 

@@ -41,6 +41,8 @@ def _chunked(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]
 
 
 def _chunked_forward(hidden: Array, weight: Array, labels: Array):
+    # A scan, since all logits at once are [T, V] in FP32, the largest array of a step. Saved is one
+    # number a token, the normaliser; the backward makes each chunk's logits once more.
     weight = weight.astype(hidden.dtype)
 
     def sums_of(_: None, chunk: tuple[Array, Array]):
@@ -89,6 +91,9 @@ def _logits_gradient(
     logits: Array, labels: Array, normaliser: Array, gradients: tuple[Array, Array]
 ) -> Array:
     """Return the FP32 gradient of both sums in the logits: zero for an ignored token."""
+    # With Z = logsumexp(logits) and p = exp(logits - Z), dZ/dlogits is p, so
+    #
+    #     d(Z - logit[target]) = p - [target],    d(Z^2) = 2 Z p.
     entropy, square = gradients
     scale = entropy + 2.0 * square * normaliser
     probability = jnp.exp(logits - normaliser[:, None])

@@ -53,6 +53,15 @@ def sum_rows_by_id(
     Rows are sorted by id and taken in tiles; a tile adds one sum per id that it holds. An id
     outside `0 <= id < num_ids` adds nothing.
     """
+    # Tiles of 4:
+    #
+    #     ids      7 2 7 2 2 7
+    #     order    1 3 4 0 | 2 5
+    #     sorted   2 2 2 7 | 7 7
+    #
+    # A tile adds one sum to total[2] and one to total[7]; the next one adds to total[7] again. The
+    # scan runs tiles in order, so an id's rows are always added in the same order. A scatter-add of
+    # all rows would name ids twice, and on a GPU its order differs from run to run.
     split = pieces(ids.shape[0], EMBEDDING_TILE)
     order = jnp.argsort(ids, stable=True)
     missing = split.total - ids.shape[0]
@@ -70,6 +79,14 @@ def sum_rows_by_id(
 
 
 def _add_sums(total: Array, ids: Array, values: Array, num_ids: int) -> Array:
+    # Row i of the product is the sum of all rows whose id is ids[i]: the first row of each run of
+    # equal ids writes it, the others go beyond the end.
+    #
+    #     ids   same       first
+    #      2    1 1 1 0      1
+    #      2    1 1 1 0      0
+    #      2    1 1 1 0      0
+    #      7    0 0 0 1      1
     same = ids[:, None] == ids[None, :]
     sums = jnp.matmul(same.astype(jnp.float32), values, precision=lax.Precision.HIGHEST)
     first = jnp.concatenate([jnp.ones_like(ids[:1], bool), ids[1:] != ids[:-1]])

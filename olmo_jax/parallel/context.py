@@ -94,6 +94,7 @@ def ulysses(
     Differs: there the ranks must divide the key heads.
     """
     copies = head_copies(k.shape[2], num_ranks)
+    # Stacked, k and v go in one all-to-all: half the calls, and the same bytes.
     pair = jnp.stack([copy_heads(x, copies) if copies > 1 else x for x in (k, v)])
     q = checkpoint_name(_to_heads(q), "exchanged_query")
     k, v = checkpoint_name(_to_heads(pair), "exchanged_key_value")
@@ -155,6 +156,14 @@ class _Ring:
 
     def pairs(self, hop: Hop, num_blocks: int) -> Int[Array, "pairs 2"]:
         """Return this rank's pairs of blocks; the second piece's blocks follow the first's."""
+        # Rank r holds pieces r and 2P - 1 - r of a row: see `held_pieces`. With keys of rank o,
+        #
+        #                        first keys, o    second keys, 2P - 1 - o
+        #     first queries, r   if o < r         never
+        #     second queries     always           if o > r
+        #
+        # so each rank has two of the four pairs of pieces in every hop: even work. Of its own keys
+        # (o = r) it has both on the diagonal, by their causal halves.
         second = num_blocks // 2
         across = hop.across + jnp.array([second, 0], jnp.int32)
         first, last = jnp.asarray(hop.within), jnp.asarray(hop.within) + second
@@ -213,6 +222,14 @@ def _ring_backward(ring: _Ring, saved: Saved, d_out: Array) -> tuple[Array, Arra
             _from_blocks(found.v, v, jnp.float32),
         )
 
+    # 3 ranks, as rank r sees it. dq stays; gradients of keys follow them one hop behind:
+    #
+    #     hop 0    keys of r        home = gradients of r's keys by r's queries
+    #     hop 1    keys of r - 1    away = those of r - 1's keys by r's queries
+    #     hop 2    keys of r - 2    away = arrived from r - 1, which had these keys before, + by r's
+    #     home     away goes on to the rank of its keys, and is added to home there
+    #
+    # So a gradient travels as far as its keys, and the permutes hide behind the next hop's work.
     hops, pair = ring.hops(q.shape[1]), (k, v)
     dq, home = add(None, pair, hops[0])
     away = None

@@ -45,6 +45,15 @@ def keep_matrix(requested: Int32[Array, "W W e"], limit: int) -> Int32[Array, "W
     Per destination, in the order (local expert, source): what exceeds `limit` is dropped from the
     tail. Source: olmo_core 3.0.0, nn/moe/v2, tail drop.
     """
+    # One destination with 2 experts, 2 sources, limit 3:
+    #
+    #     (expert, source)    (0,0) (0,1) (1,0) (1,1)
+    #     requested             2     1     1     2
+    #     ends, at most 3       2     3     3     3      cumulative sums 2 3 4 6
+    #     accepted              2     1     0     0      differences: the tail is dropped
+    #
+    # Every rank computes this for all destinations from the same counts, so nobody has to be told
+    # which of its routes were dropped.
     num_sources, num_ranks, num_local = requested.shape
     chunks = requested.transpose(1, 2, 0).reshape(num_ranks, num_local * num_sources)
     ends = jnp.minimum(jnp.cumsum(chunks, axis=1), limit)
@@ -59,6 +68,13 @@ def number_routes(
 
     Routes are numbered token by token, slot by slot; those of padding come last, in no count.
     """
+    #     owner            2 0 2 1     the expert of each route
+    #     order            1 3 0 2     by expert, then as they come: the sort is stable
+    #     rank_in_order    2 0 3 1     the inverse permutation
+    #     starts           0 1 2       of experts 0, 1, 2 in that order
+    #     number           0 0 1 0     rank_in_order - starts[owner]
+    #
+    # A one-hot cumulative sum gives the same numbers, from [t A, E] integers.
     owner = jnp.where(padding_mask[:, None], experts, num_experts).reshape(-1)
     order = jnp.argsort(owner, stable=True)
     rank_in_order = (
@@ -91,6 +107,13 @@ def map_routes(
     The destination has its rows expert by expert, within an expert source by source, within a
     source in route order, without gaps. Source: olmo_core 3.0.0, nn/moe/v2, rowwise route maps.
     """
+    # With the numbers of `keep_matrix` the destination has 3 rows:
+    #
+    #     row       0    1    2
+    #     expert    0    0    0
+    #     source    0    0    1     row = base[expert] + rows of earlier sources + route number
+    #
+    # A route is accepted if its number is below what its (source, expert) may send.
     num_local = keep.shape[2]
     rank, local = experts // num_local, experts % num_local
     per_expert = keep.sum(axis=0)
@@ -136,6 +159,8 @@ def plan_routes(
         keep = keep_matrix(requested, num_rows)
         mine = map_routes(experts, number, padding_mask, keep, me)
         rank, row = _gather(mine.rank, axis), _gather(mine.row, axis)
+    # The map in both directions: `here` has each route's row, `route_of_row` each row's route.
+    # A transport reads by one of them forward and by the other backward, and never scatters rows.
     here = jnp.where(rank == me, row, -1)
     route = like(jnp.arange(here.size, dtype=jnp.int32), here)
     # A route that is not here gets an index past the end, a different one each, and is dropped.
@@ -166,6 +191,7 @@ def dispatch(x: Float[Array, "t D"], plan: RoutePlan, axis: Axes) -> Float[Array
 def _dispatch_forward(
     x: Float[Array, "t D"], plan: RoutePlan, axis: Axes
 ) -> tuple[Float[Array, "R D"], tuple[RoutePlan, Float[Array, "0"]]]:
+    # The backward needs the dtype of x and not x: an empty array carries it.
     return dispatch(x, plan, axis), (plan, like(jnp.zeros(0, x.dtype), x))
 
 
@@ -206,6 +232,7 @@ def combine(
     Source: olmo_core 3.0.0, nn/moe/v2 (row-wise combine).
     """
     with jax.named_scope("combine"):
+        # Slot by slot: all slots at once would be an FP32 array of [W t, A, D].
         scale = _gather(weights, axis)
         total = scale[:, :1] * _rows_of_routes(rows, plan, 0)
         for slot in range(1, scale.shape[1]):
@@ -227,6 +254,7 @@ def _combine_backward(
     rows, weights, plan = saved
     with jax.named_scope("combine_backward"):
         scale, outer = _gather(weights, axis), _gather(cotangent, axis)
+        # d_rows is by row, d_weights by route: each is a gather by its map.
         held = plan.route_of_row >= 0
         route = jnp.maximum(plan.route_of_row, 0)
         top_k = scale.shape[1]

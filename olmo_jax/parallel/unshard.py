@@ -56,6 +56,7 @@ def unshard(unit: Any, x: Any) -> tuple[Any, Any]:
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, WeightShard) and leaf.added and not leaf.gathered
     }
+    # One barrier for all shards of the unit: they may be gathered together, and none before x.
     if shards:
         shards, x = fsdp.hold_inside(shards, x)
     for i, shard in shards.items():

@@ -113,5 +113,6 @@ def _loop(setup: Setup, carry: Carry, loop: segments.Loop) -> Carry:
 
     if len(loop) == 1:
         return once(carry, jax.tree.map(jnp.asarray, arguments[0]))[0]
+    # Iterations differ in numbers alone, which become the scan's inputs: one copy of the code.
     stacked = jax.tree.map(lambda *values: jnp.asarray(np.stack(values)), *arguments)
     return lax.scan(once, carry, stacked)[0]

@@ -27,6 +27,18 @@ def _require_groups(ranks: int, microbatches: int) -> None:
 
 def _entries(ranks: int, chunks: int, microbatches: int) -> Int[np.ndarray, "stages microbatches"]:
     """Return after how many ticks each microbatch reaches the k-th stage that it visits."""
+    # P=2, V=2, M=4, forwards; F21 is stage 2 and microbatch 1:
+    #
+    #     tick      0    1    2    3    4    5    6    7    8
+    #     rank 0   F00  F01  F20  F21  F02  F03  F22  F23
+    #     rank 1        F10  F11  F30  F31  F12  F13  F32  F33
+    #
+    # tick(s, m) = group * P * V + index + s. With s = chunk * P + rank,
+    #
+    #     tick - rank = group * P * V + chunk * P + index,    index < P, chunk < V.
+    #
+    # These are digits of a mixed radix: no two ops of a rank share a tick, and none is left idle
+    # between the first and the last. Stage s + 1 follows in the next tick on the next rank.
     group, index = np.divmod(np.arange(microbatches), ranks)
     return group * ranks * chunks + index + np.arange(ranks * chunks)[:, None]
 
@@ -43,6 +55,8 @@ def interleaved(
     require_counts(ranks, chunks, microbatches)
     _require_groups(ranks, microbatches)
     entries = _entries(ranks, chunks, microbatches)
+    # The way back visits stages from the last: stage s is its (P V - 1 - s)-th. It begins P V - 1
+    # ticks after the way there, which is when the last stage runs microbatch 0 forward.
     backward = ranks * chunks - 1 + entries[::-1]
     return from_ticks(name, ranks, entries, backward)
 

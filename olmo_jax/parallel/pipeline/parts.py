@@ -30,6 +30,7 @@ def pick(tree: Tree, *indices: Index) -> Tree:
 
 
 def _pick(leaf: Array, indices: tuple[Index, ...]) -> Array:
+    # One slice of all leading dims: an index a time would copy the whole chunk on the way.
     inner = leaf.shape[len(indices) :]
     sizes = (*[1] * len(indices), *inner)
     starts = (*indices, *[0] * len(inner))

@@ -63,6 +63,8 @@ def stages_of(ranks: int, chunks: int) -> Int[np.ndarray, "ranks chunks"]:
 
     Source: olmo_core 3.0.0, train/train_module/transformer/pipeline/helpers.py.
     """
+    # P=3, V=2: rank 0 has stages 0 and 3, rank 1 has 1 and 4, rank 2 has 2 and 5. A stage's output
+    # always goes to the next rank, the last rank's to the first.
     return np.arange(chunks * ranks).reshape(chunks, ranks).T
 
 
@@ -107,10 +109,13 @@ def _slots(
 
     Taken in order of their starts, intervals need no more slots than are ever alive at once.
     """
+    # Colouring of intervals: `alive` is a heap of (end, slot), `free` a heap of slots. Together
+    # they hold all slots so far, so if none is free the next new one is number len(alive).
     slots = np.zeros(starts.size, np.int64)
     alive: list[tuple[int, int]] = []
     free: list[int] = []
     for op in np.argsort(starts, axis=None):
+        # Not <=: in a tick the forward comes first, so a backward of this tick frees nothing yet.
         while alive and alive[0][0] < starts.flat[op]:
             heapq.heappush(free, heapq.heappop(alive)[1])
         slots[op] = heapq.heappop(free) if free else len(alive)

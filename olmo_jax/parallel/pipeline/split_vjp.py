@@ -41,7 +41,7 @@ class Result(NamedTuple):
 class SplitVjp:
     """One function, traced once. `sources` says where the backward finds each of its residuals.
 
-    `rematerialize` computes those that depend on weights and data alone, from the inputs that
+    `rematerialize` returns those that depend on weights alone, or are data, from the inputs that
     `rematerialize_inputs` numbers.
     """
 
@@ -84,6 +84,8 @@ class SplitVjp:
         computed = jaxpr_as_fun(self.rematerialize)(*(inputs[i] for i in self.rematerialize_inputs))
         found = {"saved": saved, "rematerialized": computed}
         pull = jax.tree.unflatten(self.pull, [found[kind][i] for kind, i in self.sources])
+        # `with_refs` adds each cotangent to its ref where the backward makes it, so there is no
+        # second tree of gradients.
         totals = jax.tree.map(jax.new_ref, (gradients, jax.tree.map(jnp.zeros_like, x)))
         pull.with_refs(*totals)(cotangents)
         return jax.tree.map(jax.freeze, totals)
@@ -97,6 +99,13 @@ def split_vjp(function: Function, accumulators: Tree, x: Tree, known: Known) -> 
     """
     trees: dict[str, Any] = {}
 
+    # jax.vjp returns the backward as a pytree whose leaves are its residuals. Traced as outputs,
+    # each residual is a variable of one jaxpr, and the equations say what it is computed from:
+    #
+    #     weights (constvars), accumulators, chunk -> slice, gather   rematerialized
+    #     data, as it is                                              rematerialized: an input
+    #     what x, or a function of data, reaches                      saved
+    #
     # Residuals may be NumPy's: a constant of the function.
     def forward(accumulators: Tree, x: Tree, known: Known) -> tuple[list[Array], list[Any]]:
         def share_of(accumulators: Tree, x: Tree) -> tuple[Tree, Tree]:
@@ -116,6 +125,7 @@ def split_vjp(function: Function, accumulators: Tree, x: Tree, known: Known) -> 
     weights = [*jaxpr.constvars, *jax.tree.leaves((inputs[0], inputs[2].chunk))]
     there = _follows_from(jaxpr, weights) | set(jax.tree.leaves(inputs[2].data))
     saved, computed, sources = _sort(jaxpr.outvars[size:], there)
+    # Without its dead code the rule is those slices and gathers, and `used` the inputs they read.
     rule, used = partial_eval.dce_jaxpr(jaxpr.replace(outvars=computed), True)
     return SplitVjp(
         traced=_with_outputs(traced, [*jaxpr.outvars[:size], *saved]),
@@ -147,6 +157,7 @@ def _with_outputs(traced: ClosedJaxpr, outputs: list[Any]) -> ClosedJaxpr:
 def _follows_from(jaxpr: Jaxpr, given: Iterable[Any]) -> set[Any]:
     """Return all variables that are functions of `given` alone."""
     known = set(given)
+    # One pass is enough: equations stand in the order in which they run.
     for equation in jaxpr.eqns:
         if all(isinstance(var, Literal) or var in known for var in equation.invars):
             known.update(equation.outvars)
@@ -161,6 +172,7 @@ def _sort(
     sources = []
     for var in outputs:
         kind = "rematerialized" if isinstance(var, Literal) or var in there else "saved"
+        # One variable may be several residuals. By identity: literals of equal value are equal.
         if not any(var is other for other in lists[kind]):
             lists[kind].append(var)
         index = next(i for i, other in enumerate(lists[kind]) if other is var)

@@ -60,16 +60,24 @@ def _tick(
     The barriers say so: XLA would start a transfer where nothing is left to hide it, or move the
     activation's, in a loop whose last one nobody reads, to the head of the next tick.
     """
+    #     compute   | forward of a chunk      | loss | backward of a chunk |
+    #     network   | <- gradient of tick t-1 | activation of tick t ->    |
+    #
+    # Neither transfer waits for the work beside it: the backward reads the gradient that arrived
+    # behind the forward, and the activation is for the next tick.
     back, y, rows, d_rows = carry.back, carry.arrived, None, None
     if ticks.backward:
         back = send_back(back)
     if ticks.forward:
         carry, y = _forward(setup, carry, _op(setup, forward))
+        # The gradient has arrived before the activation leaves.
         y, back = lax.optimization_barrier((y, back))
     if ticks.loss:
         rows = _share_rows(setup, y)
+        # The loss waits for its rows, so they leave before the activation.
         y, rows = lax.optimization_barrier((y, rows))
     if ticks.forward:
+        # The barrier ties the transfer to this tick.
         carry = carry._replace(arrived=lax.optimization_barrier(send_on(y)))
     if rows is not None:
         carry, d_rows = _loss(setup, carry, rows, forward[-1, _MICROBATCH])
@@ -92,6 +100,7 @@ def _op(setup: Setup, row: Int32[Array, "P 4"]) -> Op:
 
 def _forward(setup: Setup, carry: Carry, op: Op) -> tuple[Carry, Float[Array, "..."]]:
     """Run a chunk forward and save its residuals."""
+    # The inbox is a ring of groups. Microbatch m is number m modulo its size: groups are whole.
     index = op.microbatch % (setup.program.inbox_groups * setup.schedule.ranks)
     x = jnp.where(setup.is_first(op.chunk), pick(carry.inbox, index), carry.arrived)
     known = Known(pick(setup.data, op.microbatch), (op.chunk,))
@@ -149,12 +158,13 @@ def _backward(
     if d_rows is not None:
         rows = join(d_rows, scope="gather_row_gradients")[: np.prod(setup.x.shape[:-1])]
         dy = jnp.where(setup.on_last_rank, rows.reshape(setup.x.shape), back)
+    # The backward is linear in its cotangents, so zeros add zeros: the one mask of an idle rank.
     dy = jnp.where(op.valid, dy, jnp.zeros_like(dy))
     known = Known(pick(setup.data, op.microbatch), (op.chunk,))
     added, dx = setup.parts.body.backward(
         pick(carry.slots, op.slot),
         setup.accumulators.body,
-        dy,
+        dy,  # Stands for x: it has its shape and dtype, and x itself need not be alive.
         known,
         (dy, op.valid.astype(jnp.float32)),
         pick(carry.gradients.body, op.chunk),

@@ -52,6 +52,7 @@ def live(schedule: Schedule) -> Int[np.ndarray, "ticks ranks"]:
     """Return how many chunk activations each rank holds after the forward of each tick."""
     if schedule.forward_only:
         return np.zeros((schedule.num_ticks, schedule.ranks), np.int64)
+    # The tick's own backward is not subtracted: it runs after the forward and reads its residuals.
     forwards, backwards = schedule.forward.valid, schedule.backward.valid
     return np.cumsum(forwards, axis=0) - (np.cumsum(backwards, axis=0) - backwards)
 

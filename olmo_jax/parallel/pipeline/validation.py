@@ -140,6 +140,7 @@ def _slot_faults(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
     if schedule.forward_only:
         yield from _slots_without_backward(schedule, ops)
         return
+    # The schedule replayed: `ops` are in order of ticks, in a tick all forwards first.
     held: dict[tuple[int, int], _Op] = {}
     live, peak = Counter[int](), 0
     for op in ops:

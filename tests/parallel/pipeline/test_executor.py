@@ -232,8 +232,8 @@ def test_communication_is_that_of_the_formula():
 
 def _steady_ticks(jaxpr):
     """Return the bodies of the loops over ticks that send both ways."""
-    sends = [site for site in jaxprs.walk(jaxpr) if site.name == "ppermute"]
-    bodies = [s.equation.params["jaxpr"].jaxpr for s in jaxprs.walk(jaxpr) if s.name == "scan"]
+    sends = [site for site in jaxprs.equations(jaxpr) if site.name == "ppermute"]
+    bodies = [s.equation.params["jaxpr"].jaxpr for s in jaxprs.equations(jaxpr) if s.name == "scan"]
     assert sends
     own = [[e for e in body.eqns if e.primitive.name == "ppermute"] for body in bodies]
     return [(body, found) for body, found in zip(bodies, own, strict=True) if len(found) == 2]
