@@ -127,7 +127,7 @@ def ring_hops(piece: int, num_ranks: int, window: int | None) -> tuple[Hop, ...]
     whose pieces are nearest. `piece` is the length of a piece.
     """
     # The nearest pair of pieces sees the most under a window, so its blocks include those of every
-    # other rank, which masks what it does not see. Without a window all distances above 0 are alike.
+    # other rank, which masks what it does not see. Without a window only distance 0 is different.
     hops = []
     for shift in range(num_ranks):
         others = [(rank - shift) % num_ranks for rank in range(num_ranks)]

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from olmo_jax.mesh.axes import AXES
 from olmo_jax.mesh.specs import Spec, added_axes
 from olmo_jax.ops.linear import linear
+from olmo_jax.ops.varying import vary_everywhere
 from olmo_jax.parallel import fsdp, unshard
 from olmo_jax.parallel.ddp import attach
 from olmo_jax.parallel.reductions import max_everywhere, sum_everywhere, sum_over
@@ -47,7 +48,7 @@ def mesh(mesh_of):
 
 def test_gradients_stay_on_the_device_until_they_are_reduced(mesh):
     def step(weight, x):
-        weights = unshard.vary_everywhere({"w": weight})
+        weights = vary_everywhere({"w": weight})
 
         def loss(accumulators):
             weight, rows = unshard.unshard(unshard.WeightShard(weights["w"], accumulators["w"]), x)
@@ -69,15 +70,13 @@ LEAVES = {
     "an_axis_each": (P(None, None), P("expert", "fsdp")),
     "one_axis": (P(None, None), P("fsdp", None)),
     "experts": (P("expert", None), P(("expert", "fsdp"), None)),
-    "not_cut": (P(None, None), P(None, None)),
+    "not_divided": (P(None, None), P(None, None)),
 }
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["at_use", "before"])
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_cut_weight_is_read_whole_in_bf16_and_its_gradient_is_summed_over_the_cut(
-    name, gathered, mesh
-):
+def test_a_divided_weight_is_read_whole_in_bf16_and_its_gradient_is_summed(name, gathered, mesh):
     compute, resident = LEAVES[name]
     draw = np.random.default_rng(0)
     main = draw.normal(size=(8, 12)).astype(np.float32)
@@ -87,7 +86,7 @@ def test_a_cut_weight_is_read_whole_in_bf16_and_its_gradient_is_summed_over_the_
     added = added_axes(Spec(*compute), Spec(*resident))
 
     def step(shard, cotangent):
-        own = unshard.vary_everywhere({"w": shard})["w"]
+        own = vary_everywhere({"w": shard})["w"]
         weight = fsdp.gather(own, added, BF16) if gathered else own
 
         def read(accumulator):
