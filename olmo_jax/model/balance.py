@@ -66,6 +66,7 @@ def balance_sum(terms: BalanceTerms, top_k: int) -> Float32[Array, ""]:
     alone.
     Source: olmo_core 3.0.0, nn/moe/loss.py. Differs: the divisor is the caller's.
     """
+    # Counts are integers without a gradient: it flows through the probabilities alone.
     share = terms.counts / jnp.maximum(terms.tokens, 1)[:, None].astype(jnp.float32)
     return terms.scores.shape[-1] / top_k * jnp.sum(share * terms.scores)
 
@@ -85,12 +86,15 @@ def bias_update(
     Source: olmo_core 3.0.0, nn/moe/v2/router.py.
     Differs: the bias stays FP32 and the mean is exact.
     """
+    # sign(mean - count), but no FP32 mean: above 2^24 it is rounded, and an expert that is used
+    # exactly as often as the mean would drift.
     num_experts = counts.shape[-1]
     # Quotient and remainder of the total by E, from those of the counts: the total may pass 2^31.
     remainders = jnp.sum(counts % num_experts, axis=-1, keepdims=True, dtype=jnp.int32)
     quotient = jnp.sum(counts // num_experts, axis=-1, keepdims=True, dtype=jnp.int32)
     quotient = quotient + remainders // num_experts
-    # mean = quotient + remainder / E, so only a count equal to the quotient needs the remainder.
+    # mean = quotient + remainder / E with remainder < E: a count above the quotient is above the
+    # mean, one below it is below, and only one equal to it needs the remainder.
     sign_at_quotient = jnp.sign(remainders % num_experts)
     sign = jnp.where(counts == quotient, sign_at_quotient, jnp.sign(quotient - counts))
     return score_bias + gamma * sign.astype(jnp.float32)

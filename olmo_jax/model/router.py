@@ -80,6 +80,8 @@ def _select(
 
 def _take(values: Float[Array, "B L E"], experts: Int32[Array, "B L A"]) -> Float[Array, "B L A"]:
     """Return the values at a token's experts: distinct ones, so the gradient adds nothing twice."""
+    # Not take_along_axis: this gather promises unique indices, and so does its gradient, a
+    # scatter-add. Without the promise XLA:GPU has to put additions in order to be deterministic.
     rows = jnp.arange(values.shape[0])[:, None, None]
     positions = jnp.arange(values.shape[1])[None, :, None]
     return values.at[rows, positions, experts].get(
@@ -154,7 +156,8 @@ def forced_experts(
     if assignment == "random":
         token = (sequence[:, None, None], positions[None, :, None], jnp.arange(num_experts))
         return lax.top_k(uniform(seed, step, layer, *token), top_k)[1]
-    # Reduced at each step: a long run's token numbers times A pass 2^31.
+    # Token n takes the A experts that follow those of token n - 1, so E tokens use each expert A
+    # times. Reduced at each step: a long run's token numbers times A pass 2^31.
     row_start = (sequence % num_experts) * (sequence_length % num_experts)
     token = (row_start[:, None] + positions[None, :]) % num_experts
     return (token[..., None] * top_k + jnp.arange(top_k)) % num_experts

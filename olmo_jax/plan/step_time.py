@@ -70,6 +70,7 @@ def shares(layout: Layout) -> Shares:
     body = run.num_body * len(run.body)
     others = run.num_first * len(run.groups.leading) + run.num_last * len(run.groups.trailing)
     of_body = body / (body + others)
+    # Of V M + P - 1 ticks a rank is idle in P - 1. Of its other ticks, padding has its share.
     idle = (ranks - 1) / run.num_body
     empty = (1 - idle) * layout.stages.num_padding / layout.stages.num_positions
     return Shares(1 - of_body * (idle + empty), of_body * empty, of_body * idle)
@@ -95,6 +96,7 @@ def work(layout: Layout) -> Work:
     """Return what one device multiplies in a step, in idle ticks too."""
     train = layout.train.model_copy(update={"recompute": "none"})
     config = layout.config.model_copy(update={"train": train})
+    # What the policy repeats is the difference between it and no policy at all.
     kinds = _hardware_flops(replace(layout, config=config))
     again = sum(_hardware_flops(layout).values()) - sum(kinds.values())
     ends, attention = kinds["head"] + kinds["embedding"], kinds["attention_scores"]

@@ -108,6 +108,8 @@ def accumulate(
     """
     config = resident.layout.config
     expert_bias = by_period(config.model, expert_bias)
+    # The gradients live in refs, which the loop adds to. As the carry of a scan they would exist
+    # twice: the sum so far, and a microbatch's own tree, which is added when it is whole.
     totals = {name: jax.new_ref(zero) for name, zero in resident.zeros().items()}
     weights = resident.weights()
 
@@ -119,10 +121,14 @@ def accumulate(
         return total(config, divide(sums, divisors)), sums
 
     def microbatch(_: None, rows: Batch) -> tuple[None, LossSums]:
+        # The accumulators are zeros and nobody reads them: autodiff only needs an input whose
+        # cotangent is the FP32 gradient of each weight (`parallel.ddp.attach`).
         backward: Any
         loss, backward, sums = jax.vjp(
             partial(share, weights, rows), resident.zeros(), has_aux=True
         )
+        # The backward pass of each layer adds to its slice of a ref. The loss differs from device
+        # to device, so its cotangent has to vary over all axes too.
         backward.with_refs(totals)(vary_over(jnp.ones_like(loss), AXES))
         return None, sums
 

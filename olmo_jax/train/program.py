@@ -186,6 +186,8 @@ class Program:
             split = value.reshape(-1, len(own), *value.shape[1:])
 
             def part(index: Any) -> np.ndarray:
+                # A device asks for rows of the global microbatch; this process has read `own` of
+                # them. With own rows 4 to 7, rows 6:8 of a device are 2:4 of what was read.
                 microbatches, rows, *positions = index
                 held = range(per_microbatch)[rows]
                 begin = own.index(held[0])

@@ -97,6 +97,8 @@ def _execution(layout: Layout, *, training: bool) -> Execution:
 
 def _divisors(batch: Batch) -> tuple[Divisors, Int32[Array, ""]]:
     """Count the global batch once: the only divisors of the step, and its tokens."""
+    # Of the whole batch, and before its loss: a mean of the devices' means would give a token more
+    # weight where a device, or a microbatch, has few.
     numbers = sum_everywhere(count(batch))
     floats = (jnp.maximum(number, 1).astype(jnp.float32) for number in numbers)
     return Divisors(*floats), numbers[1]
@@ -159,6 +161,8 @@ def train_step(
         vary_everywhere(divisors),
         vary_everywhere(state.step),
     )
+    # Once a step, after all microbatches. From here each device has the FP32 shard that it updates,
+    # and `global_norm` counts each element once.
     gradients = {name: reduce_to_main(leaf, specs[name]) for name, leaf in gradients.items()}
     norm = global_norm(gradients, specs)
     sums = sum_everywhere(sums)
@@ -177,6 +181,7 @@ def train_step(
         optim=config.optim,
         decay=decay_mask(layout.parameters, config.optim.no_decay),
     )
+    # Computed in any case and selected after: a conditional would have the host wait for `take`.
     main, moments = skip.keep(take, updated, (state.main, state.moments))
     new = State(
         weights=_weights_after(layout, main),
