@@ -151,6 +151,7 @@ def _normaliser(
 
     The query heads of one key head are rows of a block.
     """
+    # As `ops.blockwise` has it: the last block is padded, and its padding has a normaliser too.
     size, number = pieces(positions // parts, block_size(positions // parts))
     shape = (parts * number, device.rows, key_heads, size * heads // key_heads)
     return Activation("attention_logsumexp", "float32", shape)
@@ -181,6 +182,10 @@ def _is_read(model: ModelConfig, device: DeviceSizes, saved: frozenset[str], nam
 
     Norms, clipping and scales read their input; biases and rotations do not.
     """
+    #     projection -> bias, norm, clip, rotation, scale -> exchange -> attention
+    #
+    # Attention reads what was exchanged. If that is saved, only a step before it whose gradient
+    # needs its input still reads the projection.
     exchanged = "exchanged_query" if name == "query" else "exchanged_key_value"
     if device.sequence_ranks == 1 or device.context == "ring" or exchanged not in saved:
         return True

@@ -138,6 +138,7 @@ class MoE(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         routes = (routing.experts, routing.weights)
         experts, weights = (value.reshape(-1, self.model.top_k) for value in routes)
+        # The router may see jittered tokens; the experts get them as they are.
         y, dropped = execution.experts(
             flat, experts, weights, padding_mask.reshape(-1), self.experts.weights()
         )

@@ -153,6 +153,10 @@ def _plain_batch(
     if segment_ids is None:
         segment_ids = jnp.ones_like(tokens)
     segments = jnp.asarray(segment_ids, jnp.int32)
+    #     segment    1 1 1 2 2 3
+    #     begins     1 0 0 1 0 1
+    #     start      0 0 0 3 3 5     running maximum of the offsets where one begins
+    #     position   0 1 2 0 1 0     offset - start
     offsets = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     begins = segments != jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     start = jnp.maximum.accumulate(jnp.where(begins, offsets, 0), axis=1)

@@ -218,6 +218,8 @@ class ForwardPass:
         def unit(
             stored: Tree, x: Array, inputs: BlockInputs, layer: Array
         ) -> tuple[Array, RouterSums | None]:
+            # Inside of what is rematerialized: the slice and the gather of a weight are not saved,
+            # and the backward repeats them on the shards.
             taken = stored if take is None else take(stored)
             weights, x = self.execution.unshard(taken, x)
             block = nnx.merge(_graphs(model)[kind], weights)
@@ -267,6 +269,8 @@ def _scan_body(
 ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
     """Scan the body, one period of the window pattern at a time."""
     groups = layer_groups(run.model)
+    # A window is static, so layers of one scan must agree in it. They do position by position of a
+    # period, and the body of the scan is one whole period: P layers, each with its own window.
     layers = jnp.array(groups.body, jnp.int32).reshape(-1, groups.period)
     # XLA takes the loop away from a scan of one period, and only a loop keeps the two computations
     # of a value apart.
@@ -354,6 +358,7 @@ def routed_rows(model: ModelConfig, names: Iterable[str]) -> list[int | slice]:
     An index for a leaf of one layer, a slice for the stacked ones: what selects its rows from
     arrays whose leading dim counts routed layers.
     """
+    # The first `num_dense_layers` layers have no router, so layer l is row l - num_dense_layers.
     groups = layer_groups(model)
     first = {"leading": 0, "body": groups.body[0], "trailing": groups.body[-1] + 1}
     rows: list[int | slice] = []

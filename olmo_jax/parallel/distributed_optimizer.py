@@ -46,6 +46,8 @@ def global_norm(
 
     Comm: an all-reduce of one FP32 number for each set of axes that divides some leaf.
     """
+    # A shard is summed over the axes that divide its leaf and over no others: along a replica axis
+    # the same elements would count once a rank.
     squares = defaultdict(list)
     for name, gradient in gradients.items():
         squares[axes_used(specs[name].main)].append(jnp.sum(jnp.square(gradient)))

@@ -144,7 +144,7 @@ def hardware_flops(layout: Layout) -> dict[str, Flops]:
     parts = of_layers(model, run.layers(), tokens=tokens, pairs=pairs, rows=rows)
     head_rows = run.num_last * pieces(run.head_tokens, train.head_chunk_tokens).total
     parts["head"] = head(model, head_rows)
-    # The cotangents of a tile, sorted by token, times the matrix of which tokens are equal.
+    # `ops.embedding` multiplies each tile of cotangents by the [tile, tile] matrix of equal tokens.
     tile = pieces(tokens, EMBEDDING_TILE)
     parts["embedding"] = Flops()
     more = Counter(

@@ -7,7 +7,7 @@ from olmo_jax.plan.passes import passes
 
 
 def stage_residuals(layout: Layout) -> list[Activation]:
-    """Return what one chunk keeps of a microbatch: a leading dim has the repeats of the windows."""
+    """Return what one chunk saves of a microbatch: a leading dim has the repeats of the windows."""
     run, model = passes(layout), layout.model
     repeats = len(run.body) // run.groups.period
     saved, routed = saved_names(layout.config), is_routed(model, run.body[0])

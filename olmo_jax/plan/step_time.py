@@ -55,7 +55,7 @@ TERMS = {
 
 
 class Shares(NamedTuple):
-    """Of all that layers do in a step, empty places and idle ticks included, the part of each."""
+    """Of all that layers do in a step, padding and idle ticks included, the part of each."""
 
     model: float
     empty: float
@@ -63,7 +63,7 @@ class Shares(NamedTuple):
 
 
 def shares(layout: Layout) -> Shares:
-    """Return how the runs of layers divide. A rank that is idle, and an empty place, run too."""
+    """Return how the runs of layers divide. A rank that is idle, and a padding layer, run too."""
     ranks, run = layout.sizes["pipeline"], passes(layout)
     if layout.stages is None:
         return Shares(1.0, 0.0, 0.0)
@@ -165,7 +165,8 @@ def step_time(
         "memory": _memory_bytes(layout, held) / memory,
         "update": UPDATE_BYTES * held.main / 4 / memory,
     }
-    # What layers do in empty places and idle ticks is told apart.
+    # Padding layers and idle ticks run the same program, so they take their share of every term of
+    # layers. That share is moved to terms of its own, and the sum stays.
     of_layers = sum(terms[name] for name in OF_LAYERS)
     terms |= {name: share.model * terms[name] for name in OF_LAYERS}
     terms["empty places"] = share.empty * of_layers
