@@ -113,6 +113,7 @@ Record = TypeVar("Record", Collective, Matmul, Value)
 
 def live(jaxpr: AnyJaxpr) -> Jaxpr:
     """Return `jaxpr` without the equations whose results nobody reads, in all nested bodies too."""
+    # instantiate: the signature stays, so arguments keep their numbers.
     body = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     return partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0]
 
@@ -143,6 +144,7 @@ def _bodies(equation: JaxprEqn) -> Iterator[AnyJaxpr]:
     name = equation.primitive.name
     if name in _KERNELS or name.startswith(("scatter", "reduce", "select_and")):
         return
+    # By type, not by the names of parameters, which differ by primitive and version.
     for value in equation.params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(part, (Jaxpr, ClosedJaxpr)):

@@ -20,9 +20,9 @@ class Memory(NamedTuple):
 
     `weights` in the compute dtype stay between steps, as do `main`, `moments` and `others` (router
     biases, the history of losses and norms, counters). `gradients` are the FP32 accumulators of a
-    step; under a pipeline a tied embedding has two, one for each end of the model. Padding
-    layers of its stages are state too. `gathered` is what FSDP holds at most of weights that were gathered:
-    one unit, or all.
+    step; under a pipeline a tied embedding has two, one for each end of the model. Padding layers
+    of its stages are state too. `gathered` is the most that FSDP holds of gathered weights: one
+    unit, or all.
     """
 
     weights: int

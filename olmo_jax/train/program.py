@@ -62,6 +62,7 @@ def _jitted_restack(
     layers: Spec,
 ) -> Any:
     """Return the jitted way of a body's leaf between a state and a checkpoint."""
+    # As layers, `pipeline` divides the dim that `layers_spec` found for it, or none.
     taken = [dim for dim, entry in enumerate(layers) if AXIS in axes_of_entry(entry)]
     dim = taken[0] if taken else None
     specs = partition((staged, layers) if way is to_layers else (layers, staged))

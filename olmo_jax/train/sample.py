@@ -103,6 +103,8 @@ def extend(
     ids = list(prompt)
     for _ in range(num_tokens):
         seen = ids[-length:]
+        # Always `length` tokens, so that one program serves all: what stands behind the position
+        # that is read is not seen from there.
         tokens = np.full(length, eos_id, np.int32)
         tokens[: len(seen)] = seen
         chosen = choose(next_logits(tokens, len(seen) - 1))

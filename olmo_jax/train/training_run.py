@@ -81,6 +81,7 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
     console.quiet = not is_first()
     run_dir = Path(config.run_dir)
     run_folder.refuse_foreign(run_dir)
+    # The lock first: from here nothing in the folder changes but by this run.
     with held(config), Checkpoints(run_dir, config.checkpoint) as checkpoints:
         earlier = last_checkpoint(checkpoints, config)
         if earlier is not None:
