@@ -87,6 +87,7 @@ class Checkpoints:
             finite; what was whole before stays.
         """
         self.wait()
+        # On the devices, before the next step may have the buffers; the write comes behind it.
         leaves = flat(stored(state))
         checksums, nonfinite = examined(leaves)
         self._refuse_nonfinite([key for key in nonfinite if key.role in _FINITE], position, config)
@@ -145,6 +146,7 @@ class Checkpoints:
             except Exception:
                 self._remove_part()
                 raise
+            # Only now: until the new one is whole, the old ones are what a run goes on from.
             if prune and written is not None and jax.process_index() == 0:
                 self._remove_superfluous(written)
 
@@ -210,7 +212,7 @@ def restore_weights(
     *,
     config: Config | None = None,
 ) -> dict[str, jax.Array]:
-    """Return FP32 weights and selection biases by name, in the shapes and shardings of `shapes`.
+    """Return FP32 weights and expert biases by name, in the shapes and shardings of `shapes`.
 
     Raises: UserError naming a leaf that is missing, too much, of another shape or damaged; with
         the keys that differ, if `config` says what the shapes are of.

@@ -184,6 +184,8 @@ def refuse_foreign(folder: epath.Path) -> None:
 
 def remove(folder: epath.Path) -> None:
     """Remove a checkpoint: its mark first, so that no part of it is taken for a whole one."""
+    # A process that is killed in between leaves a folder without a mark, which `remove_unfinished`
+    # takes.
     (folder / _COMMITTED).unlink()
     folder.rmtree()
 
@@ -193,6 +195,8 @@ def superfluous(there: Iterable[int], newest: int, *, keep: int, keep_every: int
 
     What is ahead of `newest` stays: another attempt of the run wrote it.
     """
+    # keep=2, keep_every=100, newest=270 of 100 150 200 250 260 270 300: 150 and 250 go. 300 stays,
+    # and 260 and 270 are the newest two of those up to `newest`.
     past = sorted(step for step in there if step <= newest)
     kept_forever = {step for step in past if keep_every and step % keep_every == 0}
     return [step for step in past[:-keep] if step not in kept_forever]

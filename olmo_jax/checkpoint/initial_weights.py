@@ -125,7 +125,7 @@ def _check(folder: os.PathLike[str], found: Mapping[str, Any], program: Any) -> 
     like = program.abstract_stored()
     there = {name: list(leaf.shape) for name, leaf in found.items()}
     asked = {name: list(leaf.shape) for name, leaf in like.main.items()}
-    # A selection bias that the folder lacks starts at zero.
+    # An expert bias that the folder lacks starts at zero.
     asked |= {n: list(leaf.shape) for n, leaf in like.expert_bias.items() if n in there}
     differing = sorted(name for name in {*there, *asked} if there.get(name) != asked.get(name))
     if differing:

@@ -104,6 +104,8 @@ def difference(a: Saved, b: Saved, key: Key) -> Difference | str | None:
     if a.leaves[key][:2] != b.leaves[key][:2]:
         texts = (f"{one.leaves[key].dtype}{list(one.leaves[key].shape)}" for one in (a, b))
         return " and ".join(texts)
+    # One block of each at a time. Equal means equal bits: NaN equals itself, and -0 is not 0.
+    # Squares of blocks add up to those of the leaf.
     pairs = list(map(_compared, _blocks(a, key), _blocks(b, key)))
     if all(pair.equal for pair in pairs):
         return None

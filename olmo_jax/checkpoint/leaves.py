@@ -87,6 +87,8 @@ def blocks(shape: tuple[int, ...], num_elements: int) -> Iterator[tuple[slice, .
 
     A block takes whole trailing dims and a stretch of one dim: most have the same shape.
     """
+    # [4, 3, 5] in blocks of 10: one index of dim 0 has 15 elements, too many, so each is split in
+    # turn, into [2, 5] and [1, 5]. [4, 2, 5] would be 4 blocks of [1, 2, 5].
     if not shape:
         yield ()
         return

@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 class Position(NamedTuple):
-    """Where a run stands: `step` steps are done, `sequences` consumed, `tokens` real positions."""
+    """Where a run stands: `step` steps are done, `sequences` consumed, `tokens` not padding."""
 
     step: int
     sequences: int
@@ -76,6 +76,7 @@ def describe(
 
 
 def _digest(content: Mapping[str, Any]) -> str:
+    # Sorted keys: the text, and so the digest, is the same after a round trip through JSON.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -86,6 +86,7 @@ def read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key, 
 
     Raises: UserError naming a leaf that cannot be read, or that differs from its checksum.
     """
+    # The sums are taken on the devices, of what a step would use, on whatever mesh it lies.
     found = _read(saved, wanted)
     checksums = checksums_of(found)
     for key in wanted:
@@ -222,6 +223,7 @@ def checksum_of(saved: Saved, key: Key, num_elements: int = BLOCK_ELEMENTS) -> s
 
     Raises: ValueError if it cannot be read.
     """
+    # Sums of blocks add up to those of the leaf: each element's key is its index in the whole leaf.
     first = second = 0
     for start, block in blocks_of(saved.folder, key, saved.leaves[key], num_elements):
         sums = block_checksum(jnp.asarray(block), start)

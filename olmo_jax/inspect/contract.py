@@ -67,6 +67,7 @@ def measure(traced: Any, axis_sizes: Mapping[str, int]) -> Contract:
 
     Conditionals and callbacks are the larger of both counts: XLA merges some, and adds some.
     """
+    # Autodiff leaves residuals that nobody reads; XLA drops them, and so must the count.
     jaxpr = jaxprs.live(traced.jaxpr)
     compiled = traced.lower().compile()
     module = hlo.parse(compiled.as_text())

@@ -115,6 +115,7 @@ Record = TypeVar("Record", Collective, Matmul, Value)
 
 def live(jaxpr: AnyJaxpr) -> Jaxpr:
     """Return `jaxpr` without the equations whose results nobody reads, in all nested bodies too."""
+    # instantiate: the signature stays, so arguments keep their numbers.
     body = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     return partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0]
 
@@ -128,6 +129,8 @@ def equations(jaxpr: AnyJaxpr, scope: str = "", loops: tuple[Loop, ...] = ()) ->
     for equation in jaxpr.eqns:
         here = "/".join(part for part in (scope, str(equation.source_info.name_stack)) if part)
         yield Site(equation, here, loops)
+        # The body of a scan stands in the jaxpr once and runs `length` times: sites carry the loops
+        # around them, and `Site.times` multiplies their lengths.
         inner = loops + _own_loop(equation, here)
         for body in _bodies(equation):
             yield from equations(body, here, inner)
@@ -143,6 +146,7 @@ def _bodies(equation: JaxprEqn) -> Iterator[AnyJaxpr]:
     name = equation.primitive.name
     if name in _KERNELS or name.startswith(("scatter", "reduce", "select_and")):
         return
+    # By type, not by the names of parameters, which differ by primitive and version.
     for value in equation.params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(part, (Jaxpr, ClosedJaxpr)):
@@ -274,6 +278,8 @@ def _dot_flops(equation: JaxprEqn) -> int:
 
 def _ragged_dot_flops(equation: JaxprEqn) -> int:
     """Count a ragged contraction once: each group's output sums its own rows only."""
+    # Rows are contracted: [R, in] x [R, out] -> [E, in, out]. The dense count would be E times too
+    # large, as each row belongs to one of the E outputs.
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     flops = _product_flops(equation, contracted)
@@ -287,6 +293,7 @@ def _product_flops(equation: JaxprEqn, contracted: Sequence[int]) -> int:
 
 
 def _convolution_flops(equation: JaxprEqn) -> int:
+    # An output element sums over all of the kernel but its feature dim.
     kernel = _shape(equation.invars[1])
     features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
     return 2 * math.prod(_shape(equation.outvars[0])) * math.prod(kernel) // features

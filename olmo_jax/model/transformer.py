@@ -220,6 +220,8 @@ class ForwardPass:
         def unit(
             stored: Tree, x: Array, inputs: BlockInputs, layer: Array
         ) -> tuple[Array, RouterSums | None]:
+            # Inside of what is rematerialized: the slice and the gather of a weight are not saved,
+            # and the backward repeats them on the shards.
             taken = stored if take is None else take(stored)
             weights, x = self.execution.unshard(taken, x)
             block = nnx.merge(_graphs(model)[kind], weights)
@@ -251,7 +253,7 @@ def by_period(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_chunk(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
-    """Return one pipeline rank's leaves, [chunks, 1, places, ...], by chunk and period.
+    """Return one pipeline rank's leaves, [chunks, 1, layers of a stage, ...], by chunk and period.
 
     [chunks, periods of a stage, layers of a period, ...].
     """
@@ -269,6 +271,8 @@ def _scan_body(
 ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
     """Scan the body, one period of the window pattern at a time."""
     groups = layer_groups(run.model)
+    # A window is static, so layers of one scan must agree in it. They do position by position of a
+    # period, and the body of the scan is one whole period: P layers, each with its own window.
     layers = jnp.array(groups.body, jnp.int32).reshape(-1, groups.period)
     # XLA takes the loop away from a scan of one period, and only a loop keeps the two computations
     # of a value apart.
@@ -356,6 +360,7 @@ def routed_rows(model: ModelConfig, names: Iterable[str]) -> list[int | slice]:
     An index for a leaf of one layer, a slice for the stacked ones: what selects its rows from
     arrays whose leading dim counts routed layers.
     """
+    # The first `num_dense_layers` layers have no router, so layer l is row l - num_dense_layers.
     groups = layer_groups(model)
     first = {"leading": 0, "body": groups.body[0], "trailing": groups.body[-1] + 1}
     rows: list[int | slice] = []

@@ -131,6 +131,9 @@ def _optional() -> list[str]:
 
 def in_one_node(hardware: Hardware, axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """Return how many ranks of one group along `axes` share a node: ranks fill nodes in order."""
+    # Ranks are row-major over the axes: along the last one they are neighbours, along an earlier
+    # one as far apart as the product of the sizes behind it. These are the ranks of rank 0's group;
+    # those below devices_per_node are in its node.
     strides = {axis: math.prod(sizes[a] for a in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
     ranks = np.zeros(1, np.int64)
     for axis in axes:

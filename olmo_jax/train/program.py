@@ -62,6 +62,7 @@ def _jitted_restack(
     layers: Spec,
 ) -> Any:
     """Return the jitted way of a body's leaf between a state and a checkpoint."""
+    # As layers, `pipeline` divides the dim that `layers_spec` found for it, or none.
     taken = [dim for dim, entry in enumerate(layers) if AXIS in axes_of_entry(entry)]
     dim = taken[0] if taken else None
     specs = partition((staged, layers) if way is to_layers else (layers, staged))
@@ -163,8 +164,8 @@ class Program:
         """Return the rows of a microbatch that this process's devices hold, ascending."""
         num_rows = self.config.train.microbatch * self.layout.num_data_ranks
         sharding = NamedSharding(self.mesh, partition(ROWS))
-        places = sharding.addressable_devices_indices_map((1, num_rows)).values()
-        return sorted({i for place in places if place for i in range(num_rows)[place[1]]})
+        held = sharding.addressable_devices_indices_map((1, num_rows)).values()
+        return sorted({i for index in held if index for i in range(num_rows)[index[1]]})
 
     @property
     def rows(self) -> list[int]:
@@ -183,15 +184,17 @@ class Program:
 
         def put(value: Any, sharding: Any) -> Array:
             value = np.asarray(value)
-            cut = value.reshape(-1, len(own), *value.shape[1:])
+            split = value.reshape(-1, len(own), *value.shape[1:])
 
             def part(index: Any) -> np.ndarray:
+                # A device asks for rows of the global microbatch; this process has read `own` of
+                # them. With own rows 4 to 7, rows 6:8 of a device are 2:4 of what was read.
                 microbatches, rows, *positions = index
                 held = range(per_microbatch)[rows]
                 begin = own.index(held[0])
-                return cut[(microbatches, slice(begin, begin + len(held)), *positions)]
+                return split[(microbatches, slice(begin, begin + len(held)), *positions)]
 
-            shape = (len(cut), per_microbatch, *value.shape[1:])
+            shape = (len(split), per_microbatch, *value.shape[1:])
             return jax.make_array_from_callback(shape, sharding, part)
 
         return Batch(*map(put, batch, shardings(self.mesh, BATCH_SPECS)))
@@ -243,8 +246,8 @@ class Program:
     ) -> tuple[State, Metrics]:
         """Dispatch one step; `state` is given away. `lr` is this step's learning rate."""
         given = np.array(lr, np.float32), np.full(self.mesh.size, int(stop), np.int32)
-        places = shardings(self.mesh, (REPLICATED, DEVICES))
-        return self.compiled(state, batch, *map(_put, given, places))
+        targets = shardings(self.mesh, (REPLICATED, DEVICES))
+        return self.compiled(state, batch, *map(_put, given, targets))
 
     @cached_property
     def _evaluation(self) -> Any:

@@ -48,6 +48,7 @@ def facts_of(corpus: Corpus) -> dict[str, str]:
 
     Of a label mask a sample counts: reading all of it takes as long as the data is large.
     """
+    # What would change the sequences: tokens, weights of the mixture, label masks. Not the path.
     facts = []
     for config, source in zip(corpus.data.sources, corpus.sources, strict=True):
         facts += [source.fingerprint, repr(config.weight), *map(_sample, source.train.masks or ())]

@@ -26,8 +26,8 @@ NextLogits = Callable[[np.ndarray, int], np.ndarray]
 def sample(run_dir: Path, text: str, *, num_tokens: int, temperature: float, seed: int) -> str:
     """Return `text` and how the run's model goes on; it ends early at the end of a document.
 
-    Temperature 0 takes the likeliest token. What is longer than a training sequence is cut on the
-    left.
+    Temperature 0 takes the likeliest token. What is longer than a training sequence is truncated on
+    the left.
 
     Raises: UserError if the run has no weights or no tokenizer.
     """
@@ -103,6 +103,8 @@ def extend(
     ids = list(prompt)
     for _ in range(num_tokens):
         seen = ids[-length:]
+        # Always `length` tokens, so that one program serves all: what stands behind the position
+        # that is read is not seen from there.
         tokens = np.full(length, eos_id, np.int32)
         tokens[: len(seen)] = seen
         chosen = choose(next_logits(tokens, len(seen) - 1))

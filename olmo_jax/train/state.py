@@ -37,7 +37,7 @@ def compute_dtype(layout: Layout) -> jnp.dtype:
 
 
 def resident(layout: Layout, state: State) -> Leaves:
-    """Return what a device keeps of the weights through a step."""
+    """Return what a device stores of the weights through a step."""
     return state.weights if layout.keeps_weights else state.main
 
 
@@ -59,11 +59,16 @@ def rebuild(layout: Layout, main: Leaves) -> Leaves:
     """Return the compute weights that follow from `main`: they are never stored."""
     if not layout.keeps_weights:
         return {}
+    # A cast alone: the caller jits this with the shardings of the result, and GSPMD gathers from
+    # the specs of `main` to those of `resident`.
     return {name: leaf.astype(compute_dtype(layout)) for name, leaf in main.items()}
 
 
 def first_state(layout: Layout) -> State:
-    """Return the state before the first step; jitted with `state_specs`, made where it lives."""
+    """Return the state before the first step.
+
+    Under jit with `state_specs` no device holds a whole leaf that is divided.
+    """
     config = layout.config
     main, expert_bias = initialise(config.model, config.seed, layout.stages)
     return State(

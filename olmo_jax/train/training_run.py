@@ -81,6 +81,7 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
     console.quiet = not is_first()
     run_dir = Path(config.run_dir)
     run_folder.refuse_foreign(run_dir)
+    # The lock first: from here nothing in the folder changes but by this run.
     with held(config), Checkpoints(run_dir, config.checkpoint) as checkpoints:
         earlier = last_checkpoint(checkpoints, config)
         if earlier is not None:
@@ -267,15 +268,18 @@ def first_state(console: Console, program: Program) -> State:
 
 def truncate_metrics(console: Console, path: Path, step: int) -> str:
     """Leave the lines of steps that the state has in it, and say what was taken out."""
-    cut = truncate(path, step)
-    if cut.later and step == 0:
+    truncated = truncate(path, step)
+    if truncated.later and step == 0:
         say(console, f"{path.parent} has no checkpoint, so the run starts anew")
-    if cut.later:
-        say(console, f"{path.name}: {cut.later} lines of steps that are taken again are dropped")
-    if cut.damaged:
-        say(console, f"{path.name}: {cut.damaged} half-written lines are dropped")
-    if cut.lacking:
-        gaps = [f"{a} to {b}" if a < b else f"{a}" for a, b in cut.lacking]
+    if truncated.later:
+        say(
+            console,
+            f"{path.name}: {truncated.later} lines of steps that are taken again are dropped",
+        )
+    if truncated.damaged:
+        say(console, f"{path.name}: {truncated.damaged} half-written lines are dropped")
+    if truncated.lacking:
+        gaps = [f"{a} to {b}" if a < b else f"{a}" for a, b in truncated.lacking]
         say(console, f"{path.name} lacks the lines of steps {listing(gaps, 'and')}")
     return ""
 

@@ -304,7 +304,7 @@ def test_values_of_padding_change_nothing(program_of, steps):
 @pytest.mark.parametrize("microbatch", [1, 2])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_accumulation_changes_no_gradient(num_microbatches, microbatch, router, method, program_of):
-    """One batch of 16 rows over ever fewer ranks; every mesh cuts it differently."""
+    """One batch of 16 rows over ever fewer ranks; every mesh divides it differently."""
     ranks = cases.ROWS // (num_microbatches * microbatch)
     if ranks > 8:
         mesh, rows = {"data": 4, "expert": 2}, 8

@@ -201,8 +201,8 @@ def test_bf16_gradients_are_as_close_to_fp32_as_those_of_whole_rows(parallel, pr
 @pytest.mark.parametrize("context", ["ulysses", "ring"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("length", [23, 24, 48])
-def test_tokens_labels_positions_ids_and_masks_are_cut_alike(context, num_ranks, length):
-    """Every position goes to one rank with all that belongs to it; what fills up counts nowhere."""
+def test_tokens_labels_positions_ids_and_masks_are_divided_alike(context, num_ranks, length):
+    """Every position goes to one rank with all that belongs to it; what is added is padding."""
     batch = cases.unkind_batch(1, length=length)
     laid_out = lay_out(batch, context, num_ranks)
     assert laid_out.tokens.shape[1] == padded_length(length, context, num_ranks)
@@ -210,7 +210,7 @@ def test_tokens_labels_positions_ids_and_masks_are_cut_alike(context, num_ranks,
     assert added.sum() == laid_out.tokens.size - batch.tokens.size
     assert not laid_out.padding_mask[added].any()
     assert (laid_out.labels[added] == IGNORED).all()
-    fields = ("tokens", "labels", "segment_ids", "positions", "real")
+    fields = ("tokens", "labels", "segment_ids", "positions", "padding_mask")
     for row in range(len(batch.tokens)):
         before, after = (
             np.stack([np.asarray(getattr(b, name)[row]) for name in fields])

@@ -100,7 +100,7 @@ def traced(config):
         patch.setattr(executor, "at_the_start", at_the_start)
         arguments = program.abstract_arguments()
         step = jaxpr.live(program.jitted.trace(*arguments).jaxpr)
-    shapes = seen["machine"].cuts.body.shapes.kept
+    shapes = seen["machine"].parts.body.shapes.saved
     return Traced(
         collectives=counted(step, dict(config.mesh)),
         flops=jaxpr.matmul_flops(step),
