@@ -95,7 +95,7 @@ def test_a_step_with_experts_data_and_empty_places_is_one_devices(with_experts):
     bias = np.array(state.expert_bias[cases.EXPERT_BIAS])
     np.testing.assert_allclose(bias, moved, atol=1e-7)
     # Weights that no layer has stay zero, through decay too.
-    for leaves in (state.main, state.moments["mu"], state.moments["nu"]):
+    for leaves in (state.main, state.opt_state.mu, state.opt_state.nu):
         cases.unstaged(program, leaves)
 
 

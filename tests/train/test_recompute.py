@@ -39,7 +39,7 @@ POLICIES = [
 def assert_same(config, other, program_of):
     """Every bit of the state (gradients are in the moments) and of the metrics, counts included."""
     found, wanted = step_of(program_of(config)), step_of(program_of(other))
-    assert np.linalg.norm(wanted[0].moments["mu"]["body.attention.q"]) > 0
+    assert np.linalg.norm(wanted[0].opt_state.mu["body.attention.q"]) > 0
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 

@@ -174,21 +174,21 @@ def test_a_refused_step_keeps_the_weights_but_moves_router_bias_and_history(prog
     state, metrics = take(program, state)
     after = cases.host(state)
     assert metrics["skipped"] == 1
-    for part in ("weights", "main", "moments"):
+    for part in ("weights", "main", "opt_state"):
         equal(getattr(before, part), getattr(after, part))
     counts = metrics["expert_counts"]
     moved = np.sign(counts.mean(-1, keepdims=True) - counts) * np.float32(0.01)
     equal(after.expert_bias, {cases.EXPERT_BIAS: moved.astype(np.float32)})
     equal(after.history["losses"], np.append(usual[1:], metrics["loss"]))
     equal(after.history["grad_norms"], np.append(100 * usual[1:], metrics["grad_norm"]))
-    assert (after.step, after.moments["count"]) == (1, 0)
+    assert (after.step, after.opt_state.count) == (1, 0)
 
 
 def test_a_usual_step_is_taken_and_remembered(program):
     state, metrics = take(program, state_with(program))
     after = cases.host(state)
     assert metrics["skipped"] == 0
-    assert (after.step, after.moments["count"], after.history["size"]) == (1, 1, 1)
+    assert (after.step, after.opt_state.count, after.history["size"]) == (1, 1, 1)
     assert after.history["losses"][-1] == metrics["loss"]
     assert (after.main["head.weight"] != cases.weights_of(program)["head.weight"]).mean() > 0.9
 
