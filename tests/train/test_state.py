@@ -1,5 +1,6 @@
 """The first state: the same on every mesh, two buffers a weight, laid out by the two specs."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def first(program_of):
 )
 def test_first_weights_do_not_depend_on_the_mesh(mesh, first, program_of):
     other = program_of(cases.tiny(mesh)).init()
-    jax.tree.map(np.testing.assert_array_equal, cases.host(first), cases.host(other))
+    chex.assert_trees_all_equal(cases.host(first), cases.host(other))
 
 
 def test_weights_start_as_drawn_and_the_rest_at_zero(first):
@@ -28,7 +29,7 @@ def test_weights_start_as_drawn_and_the_rest_at_zero(first):
     assert (np.asarray(first.main["head.norm.gain"]) == 1).all()
     for leaf in jax.tree.leaves((first.opt_state, first.expert_bias, first.history, first.step)):
         assert not np.asarray(leaf).any()
-    jax.tree.map(np.testing.assert_array_equal, first.weights, first.main)
+    chex.assert_trees_all_equal(first.weights, first.main)
 
 
 def test_main_and_compute_weights_are_two_buffers(first):
