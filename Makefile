@@ -66,8 +66,12 @@ format: .venv/installed
 check-format: .venv/installed
 	@$(BIN)/ruff format --check .
 
+# The second deptry reads the tests too, which may import what only the extra `dev` declares.
 lint: .venv/installed
 	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/deptry .
+	@$(BIN)/deptry . --exclude '\.venv' --ignore DEP002,DEP004
 
 types: .venv/installed
 	@$(BIN)/basedpyright

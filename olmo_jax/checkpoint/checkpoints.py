@@ -10,13 +10,14 @@ import orbax.checkpoint as ocp
 
 from olmo_jax.checkpoint import disk_errors, folders, manifest, reading
 from olmo_jax.checkpoint.checksum import examined
+from olmo_jax.checkpoint.contract import Program, S, State
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, resized, stored, unstored
 from olmo_jax.checkpoint.manifest import Position, Saved
 from olmo_jax.config.records import CheckpointConfig, Config
 from olmo_jax.errors import UserError
 
-_FINITE = ("main", "mu", "nu")
-"""What no step can go on from once it is not finite; the history may tell of bad losses."""
+_MAY_BE_NONFINITE = ("history",)
+"""The history may tell of bad losses; from anything else that is not finite no step can resume."""
 
 _NAMED = 4
 
@@ -76,7 +77,7 @@ class Checkpoints:
         return folders.steps(self._run_dir)
 
     def save(
-        self, state: Any, position: Position, *, config: Config, facts: Mapping[str, str]
+        self, state: State, position: Position, *, config: Config, facts: Mapping[str, str]
     ) -> None:
         """Write a checkpoint; return once the next step may have the buffers.
 
@@ -90,7 +91,8 @@ class Checkpoints:
         # On the devices, before the next step may have the buffers; the write comes behind it.
         leaves = flat(stored(state))
         checksums, nonfinite = examined(leaves)
-        self._refuse_nonfinite([key for key in nonfinite if key.role in _FINITE], position, config)
+        bad = [key for key in nonfinite if key.role not in _MAY_BE_NONFINITE]
+        self._refuse_nonfinite(bad, position, config)
         described = manifest.describe(leaves, checksums, position, config, facts)
         if self._is_there(described):
             return
@@ -167,7 +169,7 @@ class Checkpoints:
         kept = f"the one of step {there[-1]} is whole" if there else "there is no earlier one"
         return disk_errors.of_writing(folders.root_of(self._run_dir), kept)
 
-    def restore(self, program: Any, step: int | None = None) -> tuple[Any, Saved]:
+    def restore(self, program: Program[S], step: int | None = None) -> tuple[S, Saved]:
         """Return the state of a step, the last one if none is given, laid out as `program` asks.
 
         Raises: UserError naming a leaf that is missing, too much, of another shape or damaged.

@@ -45,7 +45,7 @@ def restored(program: Program, run_dir: Path) -> State:
     return State(
         weights=program.rebuild(main),
         main=main,
-        moments={},
+        opt_state=(),
         expert_bias={name: found[name] for name in like.expert_bias},
         history={},
         step=jnp.zeros((), jnp.int32),

@@ -20,6 +20,7 @@ from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.mesh.layout import Layout
 from olmo_jax.mesh.specs import BATCH, DEVICES, REPLICATED, ROWS, Spec, axes_of_entry
 from olmo_jax.model.transformer import check_description
+from olmo_jax.optim.opt_state import map_parts
 from olmo_jax.parallel.pipeline.stage_exchange import to_layers, to_stages
 from olmo_jax.parallel.pipeline.transfers import AXIS
 from olmo_jax.rules import with_mesh
@@ -47,9 +48,9 @@ def _put(value: np.ndarray, sharding: NamedSharding) -> Array:
 
 
 def _map_parameters(state: State, change: Callable[[Any], Any]) -> State:
-    """Return the state with `change` of main weights and moments, by name, and no other weights."""
-    moments = {role: change(state.moments[role]) for role in ("mu", "nu")}
-    return state._replace(weights={}, main=change(state.main), moments={**state.moments, **moments})
+    """Return the state with `change` of what has the parameters' names, without compute weights."""
+    opt_state = map_parts(state.opt_state, state.main.keys(), change)
+    return state._replace(weights={}, main=change(state.main), opt_state=opt_state)
 
 
 @cache

@@ -31,9 +31,10 @@ from olmo_jax.model.rematerialize import save_only
 from olmo_jax.model.transformer import Params, routed_rows
 from olmo_jax.ops.attention import attention
 from olmo_jax.ops.varying import vary_everywhere, vary_over
-from olmo_jax.optim import adamw, skip
+from olmo_jax.optim import skip
 from olmo_jax.optim.clip import clip_coefficient
 from olmo_jax.optim.decay import decay_mask
+from olmo_jax.optim.optimizer import optimizer, update
 from olmo_jax.parallel import context, expert
 from olmo_jax.parallel.distributed_optimizer import gather_to_resident, global_norm, reduce_to_main
 from olmo_jax.parallel.reductions import max_everywhere, sum_everywhere, sum_over
@@ -147,7 +148,7 @@ def train_step(
     """Take one optimizer step on this device's part; runs inside `shard_map`.
 
     A step whose loss or gradient norm is not finite changes nothing but the step count; one that
-    the skip rule refuses keeps weights and moments.
+    the skip rule refuses keeps weights and the optimizer's state.
     """
     config, specs = layout.config, layout.specs
     divisors, num_tokens = _divisors(batch)
@@ -173,20 +174,21 @@ def train_step(
     flags = max_everywhere(_flags(stop, [gradients[name] for name in layout.parameters]))
     scale = clip_coefficient(norm, config.optim.max_grad_norm)
     gradients = {name: leaf * scale for name, leaf in gradients.items()}
-    updated = adamw.update(
+    updated = update(
+        optimizer(config.optim),
         gradients,
-        state.moments,
+        state.opt_state,
         state.main,
         lr=lr,
-        optim=config.optim,
+        weight_decay=config.optim.weight_decay,
         decay=decay_mask(layout.parameters, config.optim.no_decay),
     )
     # Computed in any case and selected after: a conditional would have the host wait for `take`.
-    main, moments = skip.keep(take, updated, (state.main, state.moments))
+    main, opt_state = skip.keep(take, updated, (state.main, state.opt_state))
     new = State(
         weights=_weights_after(layout, main),
         main=main,
-        moments=moments,
+        opt_state=opt_state,
         expert_bias=_move_expert_bias(config, state.expert_bias, sums.router, good),
         history=history,
         step=state.step + 1,

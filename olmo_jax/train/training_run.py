@@ -25,6 +25,7 @@ from olmo_jax.config.messages import listing
 from olmo_jax.data.batch import Batch
 from olmo_jax.data.corpus import Corpus, corpus_of
 from olmo_jax.mesh.devices import device_table, expert_group_warning
+from olmo_jax.optim.opt_state import map_parts
 from olmo_jax.runtime.barrier import barrier
 from olmo_jax.runtime.first_process import from_first, is_first
 from olmo_jax.runtime.garbage import Garbage
@@ -257,13 +258,13 @@ def first_state(console: Console, program: Program) -> State:
     if source is None:
         return state
     with waiting(console, f"reading the weights of checkpoint.init_from={source}"):
-        main, expert_bias, moments = initial_weights(source, program)
+        main, expert_bias, opt_state = initial_weights(source, program)
+    names = frozenset(main)
     main = program.staged(main)
     state = state._replace(weights=program.rebuild(main), main=main, expert_bias=expert_bias)
-    if moments is None:
+    if opt_state is None:
         return state
-    moved = {role: program.staged(moments[role]) for role in ("mu", "nu")}
-    return state._replace(moments={**moments, **moved})
+    return state._replace(opt_state=map_parts(opt_state, names, program.staged))
 
 
 def truncate_metrics(console: Console, path: Path, step: int) -> str:

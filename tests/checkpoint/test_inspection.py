@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -122,9 +123,7 @@ def test_exported_weights_are_read_back_by_their_class(run_dir: Path, tmp_path, 
     assert f"{tmp_path}/hf: the weights of step 4" in out
     _, params = huggingface.load(tmp_path / "hf")
     wanted = inspection.weights_on_host(read_saved(run_dir))
-    assert params.keys() == wanted.keys()
-    for name, leaf in wanted.items():
-        np.testing.assert_array_equal(np.asarray(params[name]), np.asarray(leaf))
+    chex.assert_trees_all_equal(dict(params), dict(wanted))
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
     code, _, err = call(capsys, "export-weights", run_dir, tmp_path / "hf")
     assert code == 1

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,7 +114,7 @@ def test_padding_and_empty_rows_reach_no_loss_and_no_gradient(poison, scope, gat
     inputs = (found.scores, found.logits)
     clean = grad(*inputs)
     dirty = grad(*(jnp.where(real[..., None], value, poison) for value in inputs))
-    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    chex.assert_trees_all_equal(dirty, clean)
     assert np.isfinite(clean[0])
     assert all(not value[~real].any() and value[real].any() for value in dirty[1])
 

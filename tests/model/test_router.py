@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,7 +201,7 @@ def test_a_router_bias_of_zero_is_no_bias():
     x, weight = tokens_and_weight()
     for name in ("bias", "score_bias"):
         with_zeros = plain_route(x, weight, **{name: jnp.zeros(8)})
-        jax.tree.map(np.testing.assert_array_equal, with_zeros, plain_route(x, weight))
+        chex.assert_trees_all_equal(with_zeros, plain_route(x, weight))
 
 
 @pytest.mark.parametrize("gating", ["softmax", "topk_softmax", "sigmoid"])
@@ -255,7 +256,7 @@ def test_bfloat16_tokens_are_routed_in_float32():
     found = plain_route(rounded, weight)
     wanted = plain_route(rounded.astype(jnp.float32), weight)
     assert found.weights.dtype == jnp.float32
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    chex.assert_trees_all_equal(found, wanted)
     products = list(equations(jax.make_jaxpr(plain_route)(rounded, weight).jaxpr, "dot_general"))
     assert [eqn.params["precision"] for eqn in products] == [(lax.Precision.HIGHEST,) * 2]
 
@@ -299,7 +300,7 @@ def test_padding_changes_no_other_token_and_no_gradient(poison, gating):
     grad = jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
     (_, clean), clean_grads = grad(x, weight)
     (_, dirty), dirty_grads = grad(jnp.where(real[..., None], x, poison), weight)
-    jax.tree.map(np.testing.assert_array_equal, (dirty, dirty_grads), (clean, clean_grads))
+    chex.assert_trees_all_equal((dirty, dirty_grads), (clean, clean_grads))
     assert not dirty_grads[0][~real].any()
 
 
@@ -443,7 +444,7 @@ def test_the_module_routes_by_its_leaves():
         config=model.router,
         top_k=3,
     )
-    jax.tree.map(np.testing.assert_array_equal, router(x, jnp.ones((2, 6), bool)), wanted)
+    chex.assert_trees_all_equal(router(x, jnp.ones((2, 6), bool)), wanted)
 
 
 def test_shards_route_their_tokens_as_the_whole_batch_is_routed():

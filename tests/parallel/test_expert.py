@@ -4,6 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,7 +207,7 @@ def test_a_group_over_two_axes_is_the_group_of_their_ranks(on_ranks, mesh_of):
     found = jax.jit(folded)(*inputs(0))
     assert found[1].sum() > 0
     wanted = on_ranks(exchanged(multiply, factor=0.5))(*inputs(0))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    chex.assert_trees_all_equal(found, wanted)
 
 
 @pytest.mark.matrix
@@ -302,7 +303,7 @@ def test_dead_rows_reach_neither_outputs_nor_gradients(value, on_ranks):
         x, experts, weights, padding_mask, pool = inputs(seed)
         assert kept_routes(experts, padding_mask, 1.0).sum() < W * T * A
         arguments = (x, weights, pool, (experts, padding_mask))
-        jax.tree.map(np.testing.assert_array_equal, clean(*arguments), dirty(*arguments))
+        chex.assert_trees_all_equal(clean(*arguments), dirty(*arguments))
 
 
 def test_one_rank_drops_nothing_and_needs_no_axis():
