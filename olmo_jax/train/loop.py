@@ -20,6 +20,7 @@ from olmo_jax.optim.schedule import learning_rate
 from olmo_jax.runtime.garbage import Garbage
 from olmo_jax.runtime.stop_signal import StopSignal
 from olmo_jax.runtime.watchdog import Watchdog
+from olmo_jax.train.horizon import totals
 from olmo_jax.train.metrics import Line, MetricsFile, evaluation_of, line_of
 from olmo_jax.train.program import Program
 from olmo_jax.train.progress import StepProgress
@@ -48,10 +49,8 @@ def upcoming(
 ) -> Iterator[Upcoming]:
     """Yield every step after `done`, with these rows of its batch and its learning rate."""
     train = config.train
-    # All positions are real: the rows of the training data are cut whole.
     step_tokens = train.global_batch * train.sequence_length
-    total_tokens = done.tokens + (train.steps - done.step) * step_tokens
-    rate = partial(learning_rate, config.optim, total_steps=train.steps, total_tokens=total_tokens)
+    rate = partial(learning_rate, config.optim, **totals(train, done))
     batches = corpus.batches(done.sequences, train.global_batch, rows)
     for number, batch in zip(range(1, train.steps - done.step + 1), batches, strict=False):
         position = Position(
