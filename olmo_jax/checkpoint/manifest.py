@@ -35,7 +35,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """All of a checkpoint but its arrays. `facts` identify data and tokenizer."""
+    """All of a checkpoint but its arrays. `facts`: what identifies data, tokenizer, first horizon."""
 
     position: Position
     seed: int

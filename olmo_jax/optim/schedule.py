@@ -26,6 +26,19 @@ def length(count: int | None, fraction: float | None, horizon: int, default: flo
     return round(horizon * (default if fraction is None else fraction))
 
 
+def horizon_of(schedule: ScheduleConfig, *, total_steps: int, total_tokens: int) -> int:
+    """Return where a schedule ends, in its unit: with the run, unless it says where."""
+    return schedule.horizon or (total_tokens if schedule.unit == "tokens" else total_steps)
+
+
+def with_warmup_of(optim: OptimConfig, horizon: int) -> OptimConfig:
+    """Return the same with the warm-up as a count, as its fraction of this horizon."""
+    schedule = optim.schedule
+    warmup = length(schedule.warmup, schedule.warmup_fraction, horizon)
+    settled = schedule.model_copy(update={"warmup": warmup, "warmup_fraction": None})
+    return optim.model_copy(update={"schedule": settled})
+
+
 def _between(start: float, end: float, count: int, duration: int, shape: str) -> float:
     if shape == "cosine":
         return end + (start - end) * (1 + math.cos(math.pi * count / duration)) / 2
@@ -89,9 +102,8 @@ def learning_rate(
     are absolute rates), and WSD holds its last value past the horizon.
     """
     schedule, lr = optim.schedule, optim.lr
-    in_tokens = schedule.unit == "tokens"
-    count = tokens if in_tokens else step
-    horizon = schedule.horizon or (total_tokens if in_tokens else total_steps)
+    count = tokens if schedule.unit == "tokens" else step
+    horizon = horizon_of(schedule, total_steps=total_steps, total_tokens=total_tokens)
     first = schedule.warmup_start * lr
     if schedule.kind == "composable":
         return piecewise(_composed(schedule, lr), count, first)

@@ -16,7 +16,7 @@ from olmo_jax.plan.flops import device_model_flops, hardware_flops
 from olmo_jax.plan.passes import num_ticks
 from olmo_jax.plan.slots import num_slots, peak_live, slot_bytes
 from olmo_jax.plan.state_memory import state_memory, whole_when_saved
-from olmo_jax.rules import with_mesh, without_effect
+from olmo_jax.rules import advice, with_mesh, without_effect
 
 
 def summary(config: Config) -> str:
@@ -33,9 +33,12 @@ def summary(config: Config) -> str:
 
 
 def warnings(config: Config) -> list[str]:
-    """Return a text for each key, and each glob of optim.no_decay, that has no effect."""
+    """Return a text for each key, and each glob of optim.no_decay, that has no effect.
+
+    What a config does that its author hardly wants comes first.
+    """
     names = parameters(config.model)
-    return without_effect(config) + [
+    return [*advice(config), *without_effect(config)] + [
         f"optim.no_decay has {pattern!r}, which matches no parameter of this model, such as "
         f"{next(reversed(names))!r}; mend it or leave it out"
         for pattern in config.optim.no_decay

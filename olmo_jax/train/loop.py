@@ -20,6 +20,7 @@ from olmo_jax.optim.schedule import learning_rate
 from olmo_jax.runtime.garbage import Garbage
 from olmo_jax.runtime.stop_signal import StopSignal
 from olmo_jax.runtime.watchdog import Watchdog
+from olmo_jax.train.horizon import totals
 from olmo_jax.train.metrics import Line, MetricsFile, evaluation_of, line_of
 from olmo_jax.train.program import Program
 from olmo_jax.train.progress import StepProgress
@@ -50,8 +51,7 @@ def upcoming(
     train = config.train
     # No position is padding: every row of the training data is full.
     step_tokens = train.global_batch * train.sequence_length
-    total_tokens = done.tokens + (train.steps - done.step) * step_tokens
-    rate = partial(learning_rate, config.optim, total_steps=train.steps, total_tokens=total_tokens)
+    rate = partial(learning_rate, config.optim, **totals(train, done))
     batches = corpus.batches(done.sequences, train.global_batch, rows)
     for number, batch in zip(range(1, train.steps - done.step + 1), batches, strict=False):
         position = Position(

@@ -11,7 +11,8 @@ from olmo_jax.data.corpus import Corpus
 from olmo_jax.data.shards import evenly
 from olmo_jax.data.token_manifest import digest
 from olmo_jax.errors import UserError
-from olmo_jax.rules.resume_policy import Change, Rule, changes, rule_of
+from olmo_jax.rules.resume_policy import Change, Rule, changes, other_balance, rule_of
+from olmo_jax.train import horizon
 
 MASK_SAMPLES = 1024
 
@@ -97,6 +98,8 @@ def said(earlier: Saved, config: Config, other: Sequence[str]) -> Iterator[str]:
     )
     for change in [*map(str, changes(earlier.config, config)), *other]:
         yield f"changed: {change}"
+    yield from other_balance(earlier.config, config)
+    yield from horizon.said(earlier, config)
     if config.checkpoint.init_from is not None:
         yield (
             f"checkpoint.init_from={config.checkpoint.init_from} is not read: the run has a "

@@ -31,7 +31,7 @@ from olmo_jax.runtime.first_process import from_first, is_first
 from olmo_jax.runtime.garbage import Garbage
 from olmo_jax.runtime.stop_signal import StopSignal
 from olmo_jax.runtime.watchdog import Watchdog
-from olmo_jax.train import resume, run_folder
+from olmo_jax.train import horizon, resume, run_folder
 from olmo_jax.train.curves import draw
 from olmo_jax.train.loop import CheckpointSaver, Recorder, Session, run_steps, upcoming
 from olmo_jax.train.metrics import Line, MetricsFile, read, truncate
@@ -52,13 +52,17 @@ START = Position(step=0, sequences=0, tokens=0)
 
 @dataclass(frozen=True)
 class Run:
-    """A run before its next step: what it computes, what it reads, where it stands."""
+    """A run before its next step: what it computes, what it reads, where it stands.
+
+    `begun` is the horizon of its schedule when it began.
+    """
 
     program: Program
     corpus: Corpus
     held_out: Sequence[Batch]
     facts: dict[str, str]
     position: Position
+    begun: horizon.Horizon
 
     @property
     def config(self) -> Config:
@@ -167,7 +171,8 @@ def prepared(
         for text in resume.said(earlier, program.config, other):
             say(console, text)
     position = earlier.position if earlier else START
-    return Run(program, corpus, held_out_batches(corpus, program), facts, position)
+    begun = horizon.first(program.config, earlier)
+    return Run(program, corpus, held_out_batches(corpus, program), facts, position, begun)
 
 
 def held_out_batches(corpus: Corpus, program: Program) -> list[Batch]:
@@ -304,9 +309,11 @@ def take_steps(
         Garbage() as garbage,
     ):
         recorder = Recorder(config, file, progress, list(run.program.layout.parameters), position)
-        saver = CheckpointSaver(checkpoints, config, run.facts, recorder)
+        facts = {**run.facts, horizon.FACT: str(run.begun)}
+        saver = CheckpointSaver(checkpoints, config, facts, recorder)
         session = Session(recorder, saver, trace, stop, watchdog, garbage)
-        steps = upcoming(config, run.corpus, run.program.rows, position)
+        settled = horizon.settled(config, run.begun)
+        steps = upcoming(settled, run.corpus, run.program.rows, position)
         state = run_steps(run.program, state, steps, run.held_out, session)
         if saver.saved < recorder.done.step:
             watchdog.phase(f"saving step {recorder.done.step}")

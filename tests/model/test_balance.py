@@ -99,6 +99,19 @@ def test_microbatch_scope_is_instance_scope_of_the_rows_joined():
     )
 
 
+@pytest.mark.parametrize("scope", SCOPES)
+def test_instance_scope_alone_does_not_depend_on_how_rows_are_divided(scope):
+    """Four rows in one microbatch, or in two, whose sums are added up."""
+    config, _, scores, experts = batch(rows=4, scope=scope)
+    sums = []
+    for size in (4, 2):
+        cuts = [slice(start, start + size) for start in range(0, 4, size)]
+        real = padding(8, 5, 3, 8)
+        terms = [balance_terms(scores[c], experts[c], real[c], config=config) for c in cuts]
+        sums.append(sum(float(balance_sum(one, 2)) for one in terms))
+    assert (abs(sums[0] - sums[1]) < 1e-5) == (scope == "instance")
+
+
 @pytest.mark.parametrize("poison", [np.nan, 1e4])
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid"])

@@ -171,6 +171,34 @@ def test_what_changed_is_said_line_by_line() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("scope", "sections", "words"),
+    [
+        ("instance", {"train": {"microbatch": 2}, "mesh": {"data": 2, "sequence": 2}}, ""),
+        ("microbatch", {"train": {"microbatch": 2}}, "train.microbatch 1 -> 2"),
+        ("microbatch", {"mesh": {"sequence": 2}}, "mesh.sequence 1 -> 2"),
+        ("microbatch", {"mesh": {"data": 2}}, ""),
+        ("global", {"train": {"microbatch": 4}}, "train.microbatch 1 -> 4"),
+        ("global", {"mesh": {"data": 2, "expert": 2}}, "mesh.data 1 -> 2 and mesh.expert 1 -> 2"),
+        ("global", {"mesh": {"sequence": 2, "pipeline": 2}}, ""),
+        ("global", {"train": {"global_batch": 64, "recompute": "block"}}, ""),
+    ],
+)
+def test_a_balance_loss_over_other_tokens_is_said(
+    scope: str, sections: dict[str, Any], words: str
+) -> None:
+    router = {"router": {"balance_scope": scope}}
+    said = [
+        line
+        for line in resume.said(saved(now(model=router)), now(model=router, **sections), [])
+        if "balance" in line
+    ]
+    assert len(said) == bool(words)
+    assert not words or (words in said[0] and f"balance_scope={scope}" in said[0])
+    silent = {"router": {"balance_scope": scope, "balance_weight": 0.0}}
+    assert not list(resume_policy.other_balance(saved().config, now(model=silent, **sections)))
+
+
 def test_a_key_that_an_older_checkpoint_lacks_had_its_default() -> None:
     older = saved().config
     del older["train"]["recompute"], older["checkpoint"]
