@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-import olmo_jax.config
+import olmo_jax.config_file
 from olmo_jax.cli import main
 from olmo_jax.runtime import environment
 
@@ -193,7 +193,7 @@ def test_ctrl_c_is_exit_130(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(olmo_jax.config, "load", interrupt)
+    monkeypatch.setattr(olmo_jax.config_file, "load", interrupt)
     assert main(["check", QUICKSTART]) == 130
     assert capsys.readouterr().err == "olmo-jax: interrupted\n"
 
@@ -233,8 +233,8 @@ def test_train_leaves_the_run_folder_and_says_so(
 
 @pytest.mark.usefixtures("trained")
 def test_the_resolved_config_trains_the_same_run(folder: Path) -> None:
-    config = olmo_jax.config.load(folder / "run" / "config.yaml")
-    assert config == olmo_jax.config.load(folder / "tiny.yaml")
+    config = olmo_jax.config_file.load(folder / "run" / "config.yaml")
+    assert config == olmo_jax.config_file.load(folder / "tiny.yaml")
 
 
 @pytest.mark.usefixtures("trained", "in_this_process")

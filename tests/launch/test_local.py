@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from olmo_jax.config import Config
 from olmo_jax.launch.local import launch
-from olmo_jax.launch.processes import exit_process
+from olmo_jax.runtime.processes import exit_process
 number, logs, *command = sys.argv[1:]
 config = Config(mesh={"data": 4})
 exit_process(launch([sys.executable, *command], config, num_processes=int(number), logs=Path(logs)))
@@ -215,7 +215,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(
     tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
 ) -> None:
     rank = (
-        "from olmo_jax.launch.processes import die_with_launcher; die_with_launcher()\n"
+        "from olmo_jax.runtime.processes import die_with_launcher; die_with_launcher()\n"
         "print('pid', os.getpid(), flush=True); time.sleep(1000)"
     )
     process = started(tmp_path, python(rank), "pid")

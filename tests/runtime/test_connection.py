@@ -35,8 +35,9 @@ def test_a_coordinator_that_nobody_reaches_is_named() -> None:
 def test_processes_that_do_not_come_are_not_waited_for_for_ever() -> None:
     address = f"127.0.0.1:{free_port()}"
     code = (
-        "from olmo_jax.cli import main; from olmo_jax.launch.connection import connect;"
-        "from olmo_jax.launch.processes import Processes, exit_process; from olmo_jax.errors import *\n"
+        "from olmo_jax.cli import main; from olmo_jax.runtime.connection import connect\n"
+        "from olmo_jax.runtime.processes import Processes, exit_process\n"
+        "from olmo_jax.errors import UserError\n"
         f"try: connect(Processes(0, 2, {address!r}, connect_timeout_s=0.5))\n"
         "except UserError as error: print(error); exit_process(1)"
     )

@@ -162,7 +162,7 @@ def test_it_refuses_to_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_jax_takes_what_was_set_and_knows_every_flag_of_the_launchers() -> None:
     code = (
-        "from olmo_jax.launch.environment import prepare; prepare(3); "
+        "from olmo_jax.runtime.environment import prepare; prepare(3); "
         "import jax; print(jax.device_count(), jax.default_backend())"
     )
     flags = [f"{name}={value}" for name, value in GPU_FLAGS.items()]

@@ -45,12 +45,12 @@ from olmo_jax import cli
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 own = os.getpid()
 os.getpid = lambda: 1
-import olmo_jax.config
+import olmo_jax.config_file
 def load(*_):
     assert "jax" not in sys.modules
     os.kill(own, signal.SIGTERM)
     sys.exit("the signal was lost")
-olmo_jax.config.load = load
+olmo_jax.config_file.load = load
 cli.main(["train", "c.yaml"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
