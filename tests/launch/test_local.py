@@ -191,7 +191,8 @@ def test_one_rank_that_dies_ends_all_and_is_named(
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.usefixtures("signals_of_a_terminal")
 def test_a_signal_reaches_every_rank_once(
     tmp_path: Path, started: Callable[..., subprocess.Popen[str]], number: signal.Signals
 ) -> None:
