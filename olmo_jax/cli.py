@@ -142,7 +142,10 @@ def train(given: argparse.Namespace) -> int:
         warn(warnings(config))
     warn(
         environment.prepare(
-            num_devices_wanted(config.mesh), processes, deterministic=config.train.deterministic
+            num_devices_wanted(config.mesh),
+            processes,
+            deterministic=config.train.deterministic,
+            platform=config.mesh.platform,
         )
     )
     from olmo_jax.runtime.connection import connect
@@ -160,7 +163,8 @@ def evaluate(given: argparse.Namespace) -> None:
     from olmo_jax.train import run_folder
 
     config = run_folder.load_config(given.run, given.overrides)
-    warn(environment.prepare(num_devices_wanted(config.mesh)))
+    wanted = num_devices_wanted(config.mesh)
+    warn(environment.prepare(wanted, platform=config.mesh.platform))
     from olmo_jax.train.evaluate import evaluate as evaluate_run
 
     found = evaluate_run(given.run, config)

@@ -1,6 +1,7 @@
 """The configuration as typed, frozen records. No jax here: `olmo-jax check` must answer at once."""
 
 import math
+from collections.abc import Generator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,6 +27,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Above1 = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+Platform = Literal["auto", "gpu", "cpu"]
 Recompute = (
     Literal["none", "block", "attention", "experts"]
     | Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
@@ -39,13 +41,22 @@ class Record(BaseModel, frozen=True):
 
 
 class MeshConfig(Record, frozen=True):
-    """Devices along each axis, slowest first. One axis may be -1: whatever the devices leave."""
+    """Devices along each axis, slowest first. One axis may be -1: whatever the devices leave.
+
+    Iterating yields the axes and their sizes alone, and so does `dict`.
+    """
 
     pipeline: AtMostInt32 = 1
     data: AtMostInt32 = 1
     fsdp: AtMostInt32 = 1
     expert: AtMostInt32 = 1
     sequence: AtMostInt32 = 1
+    platform: Platform = "auto"
+
+    def __iter__(self) -> Generator[tuple[str, int], None, None]:
+        for name in type(self).model_fields:
+            if name != "platform":
+                yield name, getattr(self, name)
 
 
 class ParallelConfig(Record, frozen=True):

@@ -63,7 +63,7 @@ def launch(
 
 
 def _check_devices(config: Config, num_processes: int, devices_per_process: int | None) -> None:
-    if environment.runs_on_gpu():
+    if environment.runs_on_gpu(config.mesh.platform):
         wanted, there = num_processes * (devices_per_process or 1), environment.num_visible_gpus()
         if wanted > there:
             raise UserError(

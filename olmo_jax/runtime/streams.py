@@ -1,4 +1,4 @@
-"""The standard streams of a command: open, able to print every character, and no cause of failure."""
+"""The standard streams of a command: open, able to print every character, no cause of failure."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from typing import TextIO
 def open_standard_streams() -> None:
     r"""Open those that a shell has closed (`>&-`), and let the outputs print every character.
 
-    What their encoding lacks, and the bytes of a file name that are not UTF-8, are printed as `\xe9`.
+    What their encoding lacks, and the bytes of a name that are no UTF-8, are printed as `\xe9`.
     """
     # A file that is opened later would become the standard stream of this process.
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -37,7 +37,7 @@ def discard(stream: TextIO) -> None:
 
 
 class Unfailing:
-    """An output that falls silent when it cannot be written: no reader, no terminal, a full disk."""
+    """An output that falls silent when it cannot be written: no reader, no terminal, no room."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -262,7 +262,7 @@ def test_a_mistake_is_told_once_and_starts_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(environment, "runs_on_gpu", lambda: False)
+    monkeypatch.setattr(environment, "runs_on_gpu", lambda *_: False)
     monkeypatch.setattr(local.subprocess, "Popen", None)
     try:
         found = main(["launch", "local", *arguments])
@@ -275,7 +275,7 @@ def test_a_mistake_is_told_once_and_starts_nothing(
 def test_more_processes_than_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(environment, "runs_on_gpu", lambda: True)
+    monkeypatch.setattr(environment, "runs_on_gpu", lambda *_: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert main(["launch", "local", "--processes", "4", "--", "train", QUICKSTART]) == 1
     assert "--processes 4 x 1 GPUs = 4, but this machine shows 2" in capsys.readouterr().err
