@@ -1,7 +1,6 @@
 """What the command line takes: every command, its arguments and their help."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from olmo_jax.rules.resume_policy import ALLOWABLE
@@ -179,7 +178,8 @@ def add_slurm_command(commands: argparse._SubParsersAction) -> None:
     for name in ("partition", "account", "qos", "constraint"):
         one.add_argument(f"--{name}", metavar="NAME", help="as sbatch takes it")
     one.add_argument("--cpus-per-task", type=positive, metavar="N", help="of each GPU's process")
-    one.add_argument("--python", default=sys.executable, metavar="PATH", help="default: this one")
+    text = "default: .venv-gpu's if it is there and this one has no CUDA, else this one"
+    one.add_argument("--python", metavar="PATH", help=text)
     one.add_argument(
         "--setup", action="append", default=[], metavar="LINE", help="a shell line run before"
     )

@@ -290,14 +290,15 @@ def launch_slurm(given: argparse.Namespace) -> None:
         grace_s=given.grace,
         max_restarts=given.max_restarts,
         folder=os.getcwd(),
-        python=given.python,
+        python=given.python or slurm.default_python(),
         env=given.env,
         setup=given.setup,
     )
-    script = slurm.render(config, ["train", str(given.config), *given.overrides], job)
+    text = given.config.read_text(encoding="utf-8")
+    script = slurm.render(config, text, given.overrides, job)
     print(script, end="")
     if not given.dry_run:
-        print(slurm.submit(script, config))
+        print(slurm.submit(script, config, job.python))
 
 
 def launch_kubernetes(given: argparse.Namespace) -> None:
