@@ -2,7 +2,6 @@
 
 import argparse
 import platform
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -232,14 +231,8 @@ def add_slurm_command(commands: argparse._SubParsersAction) -> None:
     for name in ("partition", "account", "qos", "constraint"):
         one.add_argument(f"--{name}", metavar="NAME", help="as sbatch takes it")
     one.add_argument("--cpus-per-task", type=positive, metavar="N", help="of each GPU's process")
-    add_path(
-        one,
-        "--python",
-        type=path_text,
-        default=sys.executable,
-        metavar="PATH",
-        help="default: this one",
-    )
+    text = "default: .venv-gpu's if it is there and this one has no CUDA, else this one"
+    add_path(one, "--python", type=path_text, metavar="PATH", help=text)
     one.add_argument(
         "--setup", action="append", default=[], metavar="LINE", help="a shell line run before"
     )

@@ -333,11 +333,12 @@ def test_ctrl_c_is_exit_130(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(olmo_jax.config, "load", interrupt)
+    monkeypatch.setattr(olmo_jax.config_file, "load", interrupt)
     assert main(["check", QUICKSTART]) == 130
     assert capsys.readouterr().err == "olmo-jax: interrupted\n"
 
 
+@pytest.mark.usefixtures("signals_of_a_terminal")
 def test_ctrl_c_while_compiling_leaves_at_once(folder: Path, variables: dict[str, str]) -> None:
     where = f"run_dir={folder / 'interrupted'}"
     process = started(["train", str(folder / "tiny.yaml"), where, "model.d_model=24"], variables)
@@ -422,15 +423,18 @@ def test_sample_continues_the_prompt(folder: Path, capsys: pytest.CaptureFixture
     assert said[0] != said[1]
 
 
-def test_sigterm_ends_a_run_after_its_step_with_exit_0(
-    folder: Path, variables: dict[str, str]
+# SIGHUP comes when an ssh connection ends.
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("signals_of_a_terminal")
+def test_a_signal_ends_a_run_after_its_step_with_exit_0(
+    folder: Path, variables: dict[str, str], number: signal.Signals
 ) -> None:
-    run_dir = folder / "stopped"
+    run_dir = folder / f"stopped by {number.name}"
     process = started(
         ["train", str(folder / "tiny.yaml"), f"run_dir={run_dir}", "train.steps=1000000"], variables
     )
     wait_for(process, "step 1/")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     steps = [line["step"] for line in metrics(run_dir)]

@@ -129,7 +129,7 @@ def config_of(
     )
     return validate(
         Config(
-            mesh=MeshConfig(**method.mesh),
+            mesh=MeshConfig.model_validate(method.mesh),
             parallel=ParallelConfig(**method.parallel),
             model=model,
             # Nothing is read: the batches are drawn here.

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Generator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -44,6 +45,7 @@ def expanded(path: str) -> str:
 
 
 HomePath = Annotated[Name, AfterValidator(expanded)]
+Platform = Literal["auto", "gpu", "cpu"]
 Recompute = (
     Literal["none", "block", "attention", "experts"]
     | Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
@@ -57,13 +59,22 @@ class Record(BaseModel, frozen=True):
 
 
 class MeshConfig(Record, frozen=True):
-    """Devices along each axis, slowest first. One axis may be -1: whatever the devices leave."""
+    """Devices along each axis, slowest first. One axis may be -1: whatever the devices leave.
+
+    Iterating yields the axes and their sizes alone, and so does `dict`.
+    """
 
     pipeline: AtMostInt32 = 1
     data: AtMostInt32 = 1
     fsdp: AtMostInt32 = 1
     expert: AtMostInt32 = 1
     sequence: AtMostInt32 = 1
+    platform: Platform = "auto"
+
+    def __iter__(self) -> Generator[tuple[str, int], None, None]:
+        for name in type(self).model_fields:
+            if name != "platform":
+                yield name, getattr(self, name)
 
 
 class ParallelConfig(Record, frozen=True):

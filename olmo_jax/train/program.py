@@ -24,6 +24,7 @@ from olmo_jax.optim.opt_state import map_parts
 from olmo_jax.parallel.pipeline.stage_exchange import to_layers, to_stages
 from olmo_jax.parallel.pipeline.transfers import AXIS
 from olmo_jax.rules import with_mesh
+from olmo_jax.runtime.backend import num_devices
 from olmo_jax.train.state import (
     State,
     first_state,
@@ -286,5 +287,5 @@ def build_here(config: Config) -> Program:
 
     Raises: UserError if the mesh does not fit the devices, or the config the mesh.
     """
-    mesh = build_mesh(resolve(config.mesh, jax.device_count()))
+    mesh = build_mesh(resolve(config.mesh, num_devices()))
     return build(with_mesh(config, mesh.shape), mesh)

@@ -1,30 +1,25 @@
 """What a user sees while a run goes on: a live bar on a terminal, plain lines elsewhere."""
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from olmo_jax.formatting import duration
+from olmo_jax.runtime.streams import Unfailing
 from olmo_jax.train.metrics import Line
 
 NUM_PLAIN_LINES = 20
 
 
-class QuietWhenUnread(Console):
-    """A console that falls silent when its reader, such as `head`, has gone; rich would exit."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-
-
 def open_console() -> Console:
     """Return the console of a command: a run outlives whoever reads its output."""
-    return QuietWhenUnread()
+    return Console(file=cast(IO[str], Unfailing(sys.stdout)))
 
 
 def say(console: Console, text: str) -> None:

@@ -191,7 +191,8 @@ def test_one_rank_that_dies_ends_all_and_is_named(
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.usefixtures("signals_of_a_terminal")
 def test_a_signal_reaches_every_rank_once(
     tmp_path: Path, started: Callable[..., subprocess.Popen[str]], number: signal.Signals
 ) -> None:
@@ -261,7 +262,7 @@ def test_a_mistake_is_told_once_and_starts_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(environment, "runs_on_gpu", lambda: False)
+    monkeypatch.setattr(environment, "runs_on_gpu", lambda *_: False)
     monkeypatch.setattr(local.subprocess, "Popen", None)
     try:
         found = main(["launch", "local", *arguments])
@@ -274,7 +275,7 @@ def test_a_mistake_is_told_once_and_starts_nothing(
 def test_more_processes_than_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(environment, "runs_on_gpu", lambda: True)
+    monkeypatch.setattr(environment, "runs_on_gpu", lambda *_: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert main(["launch", "local", "--processes", "4", "--", "train", QUICKSTART]) == 1
     assert "--processes 4 x 1 GPUs = 4, but this machine shows 2" in capsys.readouterr().err

@@ -223,7 +223,8 @@ def test_a_step_is_read_after_the_next_one_is_dispatched(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.usefixtures("signals_of_a_terminal")
 def test_a_signal_ends_the_run_after_the_step_it_meets(tmp_path: Path, number: int) -> None:
     ran = run(tmp_path, config_of(9, eval_every=4), signals={4: number}, held_out=1)
     assert [line["step"] for line in ran.lines] == [1, 2, 3, 4]
@@ -253,6 +254,7 @@ def test_several_processes_wait_until_the_stop_has_reached_all(
     ]
 
 
+@pytest.mark.usefixtures("signals_of_a_terminal")
 def test_a_second_ctrl_c_interrupts() -> None:
     with StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
