@@ -91,7 +91,7 @@ def add_config_commands(commands: argparse._SubParsersAction) -> None:
     one.set_defaults(command="check")
     add_plan_command(commands)
     add_compile_command(commands)
-    text = "train, or go on with the run that the run folder holds"
+    text = "train, or resume the run that the run folder holds"
     one = commands.add_parser("train", help=text, description=text)
     add_config(one)
     one.add_argument(
@@ -100,7 +100,7 @@ def add_config_commands(commands: argparse._SubParsersAction) -> None:
         default=[],
         choices=ALLOWABLE,
         metavar="KEY",
-        help="go on although seed, data or tokenizer is not the checkpoint's",
+        help="resume although seed, data or tokenizer is not the checkpoint's",
     )
     one.set_defaults(command="train")
 

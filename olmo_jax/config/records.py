@@ -211,6 +211,28 @@ class ScheduleConfig(Record, frozen=True):
     final: Fraction = 0.1
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
 
+    def end(self, *, total_steps: int, total_tokens: int) -> int:
+        """Return where the schedule ends, in `unit`s: with the run, unless `horizon` says where."""
+        return self.horizon or (total_tokens if self.unit == "tokens" else total_steps)
+
+    def warmup_length(self, end: int) -> int:
+        """Return the warm-up of a schedule that ends there, in `unit`s."""
+        return _length(self.warmup, self.warmup_fraction, end, 0.0)
+
+    def decay_length(self, end: int) -> int:
+        """Return the decay of a `wsd` schedule that ends there, in `unit`s."""
+        return _length(self.decay, self.decay_fraction, end, 0.1)
+
+
+def _length(count: int | None, fraction: float | None, end: int, default: float) -> int:
+    """Return a count, or else a fraction of the whole.
+
+    Source: olmo_core 3.0.0, optim/scheduler.py (which rounds the fraction likewise).
+    """
+    if count is not None:
+        return count
+    return round(end * (default if fraction is None else fraction))
+
 
 class OptimConfig(Record, frozen=True):
     lr: NonNegative = 1e-3

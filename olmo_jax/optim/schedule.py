@@ -16,25 +16,10 @@ class Stretch(NamedTuple):
     shape: str = "linear"
 
 
-def length(count: int | None, fraction: float | None, horizon: int, default: float = 0.0) -> int:
-    """Return a length that is given as a count, or else as a fraction of `horizon`.
-
-    Source: olmo_core 3.0.0, optim/scheduler.py (which rounds the fraction likewise).
-    """
-    if count is not None:
-        return count
-    return round(horizon * (default if fraction is None else fraction))
-
-
-def horizon_of(schedule: ScheduleConfig, *, total_steps: int, total_tokens: int) -> int:
-    """Return where a schedule ends, in its unit: with the run, unless it says where."""
-    return schedule.horizon or (total_tokens if schedule.unit == "tokens" else total_steps)
-
-
 def with_warmup_of(optim: OptimConfig, horizon: int) -> OptimConfig:
     """Return the same with the warm-up as a count, as its fraction of this horizon."""
     schedule = optim.schedule
-    warmup = length(schedule.warmup, schedule.warmup_fraction, horizon)
+    warmup = schedule.warmup_length(horizon)
     settled = schedule.model_copy(update={"warmup": warmup, "warmup_fraction": None})
     return optim.model_copy(update={"schedule": settled})
 
@@ -69,7 +54,7 @@ def _stretches(schedule: ScheduleConfig, lr: float, warmup: int, horizon: int) -
     if schedule.kind in ("linear", "cosine"):
         return [rise, Stretch(rest, final, lr, schedule.kind)]
     if schedule.kind == "wsd":
-        decay = min(length(schedule.decay, schedule.decay_fraction, horizon, 0.1), rest)
+        decay = min(schedule.decay_length(horizon), rest)
         return [rise, Stretch(rest - decay, lr), Stretch(decay, final)]
     return [rise]
 
@@ -103,11 +88,11 @@ def learning_rate(
     """
     schedule, lr = optim.schedule, optim.lr
     count = tokens if schedule.unit == "tokens" else step
-    horizon = horizon_of(schedule, total_steps=total_steps, total_tokens=total_tokens)
+    horizon = schedule.end(total_steps=total_steps, total_tokens=total_tokens)
     first = schedule.warmup_start * lr
     if schedule.kind == "composable":
         return piecewise(_composed(schedule, lr), count, first)
-    warmup = length(schedule.warmup, schedule.warmup_fraction, horizon)
+    warmup = schedule.warmup_length(horizon)
     if schedule.kind == "inverse_sqrt" and count > warmup:
         final = schedule.final * lr
         return final + (lr - final) * math.sqrt(warmup / count)

@@ -59,7 +59,7 @@ def _facts(plan: Plan) -> Iterator[str]:
         f"{plan.active_parameters / 1e9:,.2f} B a token"
     )
     yield f"layers      {config.model.num_layers}: {layers(config)}"
-    yield f"FLOPs       {plan.flops_per_token / 1e9:,.2f} G useful a token ({CONVENTION})"
+    yield f"FLOPs       {plan.flops_per_token / 1e9:,.2f} G model FLOPs a token ({CONVENTION})"
     yield (
         f"mesh        {plan.num_devices} x {hardware.name} in {nodes} node(s)"
         f"{used and ': '}{used}, {config.parallel.method}"

@@ -77,7 +77,7 @@ def shares(layout: Layout) -> Shares:
 
 
 class Work(NamedTuple):
-    """FLOPs of one device and step, as executed: of layers, of their attention, of both ends.
+    """Hardware FLOPs of one device and step: of layers, of their attention, of both ends.
 
     `again` of the layers' products is what backward repeats.
     """

@@ -64,13 +64,13 @@ def facts(layout: Layout) -> Iterator[str]:
     if layout.sizes["pipeline"] > 1:
         yield from pipeline(layout)
     yield f"  run         {train.steps} steps = {amount(train.steps * tokens)} tokens"
-    needed, executed = (
+    model, hardware = (
         sum(part.total for part in count(layout).values())
         for count in (device_model_flops, hardware_flops)
     )
     yield (
-        f"  FLOPs       {amount(needed)} useful a step and device, {executed / needed:.2f} times "
-        "that executed by the CPU backends"
+        f"  FLOPs       {amount(model)} model FLOPs a step and device; hardware FLOPs of the CPU "
+        f"backends: {hardware / model:.2f} times that"
     )
     yield (
         "              (2mkn a product, twice that backward; allowed query-key pairs, top_k "

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from olmo_jax.checkpoint import Position, Saved
 from olmo_jax.config.messages import listing
 from olmo_jax.config.records import Config, ScheduleConfig, TrainConfig
-from olmo_jax.optim.schedule import horizon_of, learning_rate, with_warmup_of
+from olmo_jax.optim.schedule import learning_rate, with_warmup_of
 from olmo_jax.rules.resume_policy import changes
 
 FACT = "first_horizon"
@@ -40,14 +40,14 @@ def totals(train: TrainConfig, done: Position) -> dict[str, int]:
 def of_run(config: Config, done: Position) -> Horizon:
     """Return the horizon of a run that goes on after `done`."""
     schedule = config.optim.schedule
-    return Horizon(horizon_of(schedule, **totals(config.train, done)), schedule.unit)
+    return Horizon(schedule.end(**totals(config.train, done)), schedule.unit)
 
 
 def of_checkpoint(earlier: Saved) -> Horizon:
     """Return the horizon of the run that wrote a checkpoint: the same after each of its steps."""
     train = _read(TrainConfig(), earlier.config, "train")
     schedule = _read(ScheduleConfig(), earlier.config, "optim", "schedule")
-    return Horizon(horizon_of(schedule, **totals(train, earlier.position)), schedule.unit)
+    return Horizon(schedule.end(**totals(train, earlier.position)), schedule.unit)
 
 
 def _read(default: Any, config: Mapping[str, Any], *sections: str) -> Any:

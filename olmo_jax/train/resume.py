@@ -94,7 +94,7 @@ def said(earlier: Saved, config: Config, other: Sequence[str]) -> Iterator[str]:
     """Yield where a run goes on, a line for everything that changed, and what is not read."""
     step, sequences, tokens = earlier.position
     yield (
-        f"going on from {earlier.folder}: {step} steps, {sequences:,} sequences, {tokens:,} tokens"
+        f"resuming from {earlier.folder}: {step} steps, {sequences:,} sequences, {tokens:,} tokens"
     )
     for change in [*map(str, changes(earlier.config, config)), *other]:
         yield f"changed: {change}"

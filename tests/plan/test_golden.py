@@ -219,7 +219,7 @@ def test_the_plan_is_near_the_reports_rate_where_no_expert_traffic_is():
     assert plan.mfu == pytest.approx(0.401, rel=0.1)
 
 
-def test_useful_flops_do_not_depend_on_the_number_of_experts_but_for_the_router():
+def test_model_flops_do_not_depend_on_the_number_of_experts_but_for_the_router():
     found = [
         on_h200(recipe("bench_8layer", f"model.num_experts={number}")).flops_per_token
         for number in (48, 64)

@@ -247,9 +247,9 @@ def test_every_schedule_sends_what_the_plan_says(config):
 
 
 @pytest.mark.parametrize("config", ALL)
-def test_executed_flops_are_those_of_every_tick(config):
-    executed = hardware_flops(layout_of(config))
-    assert sum(executed.values(), start=Flops()).total == traced(config).flops
+def test_hardware_flops_are_those_of_every_tick(config):
+    hardware = hardware_flops(layout_of(config))
+    assert sum(hardware.values(), start=Flops()).total == traced(config).flops
 
 
 @pytest.mark.parametrize("config", ALL)
@@ -312,13 +312,13 @@ def test_closed_forms_are_those_of_the_schedules(name, ranks, chunks, groups):
     np.testing.assert_array_equal(live, peak_live(schedule))
 
 
-def executed(config):
+def hardware(config):
     return sum(hardware_flops(layout_of(config)).values(), start=Flops()).total
 
 
 @pytest.mark.parametrize("microbatches", [8, 32])
 @pytest.mark.parametrize(("layers", "waste"), [(10, 0), (9, 1), (7, 3)])
-def test_executed_flops_are_one_devices_stretched_by_bubble_and_places(layers, waste, microbatches):
+def test_hardware_flops_are_one_devices_stretched_by_bubble_and_places(layers, padding, microbatches):
     """The padding is what idle ticks and empty places add, and nothing else."""
     # Four ranks divide the rows of the head.
     train = {"sequence_length": 64}
@@ -331,12 +331,12 @@ def test_executed_flops_are_one_devices_stretched_by_bubble_and_places(layers, w
     )
     assert body_stages(four.model, 4, 2).num_padding == waste
     one, longer = (
-        executed(config_of({}, {}, microbatches, model={"num_layers": n}, train=train))
+        hardware(config_of({}, {}, microbatches, model={"num_layers": n}, train=train))
         for n in (layers, layers + 1)
     )
     body = (layers - 2) * (longer - one)
     stretched = Fraction(body * 8, layers - 2) / (1 - bubble(_schedule(four)))
-    assert executed(four) == (stretched + one - body) / 4
+    assert hardware(four) == (stretched + one - body) / 4
 
 
 @pytest.mark.matrix

@@ -162,7 +162,7 @@ def test_a_label_mask_is_part_of_the_data(tmp_path: Path) -> None:
 def test_what_changed_is_said_line_by_line() -> None:
     config = now(mesh={"data": 4}, optim={"lr": 0.5}, checkpoint={"init_from": "old"})
     assert list(resume.said(saved(), config, ["data a -> b"])) == [
-        "going on from runs/x/checkpoints/step_120: 120 steps, 960 sequences, 245,760 tokens",
+        "resuming from runs/x/checkpoints/step_120: 120 steps, 960 sequences, 245,760 tokens",
         "changed: mesh.data 1 -> 4",
         "changed: optim.lr 0.001 -> 0.5",
         "changed: checkpoint.init_from null -> old",
