@@ -317,9 +317,11 @@ def hardware(config):
 
 
 @pytest.mark.parametrize("microbatches", [8, 32])
-@pytest.mark.parametrize(("layers", "waste"), [(10, 0), (9, 1), (7, 3)])
-def test_hardware_flops_are_one_devices_stretched_by_bubble_and_places(layers, padding, microbatches):
-    """The padding is what idle ticks and empty places add, and nothing else."""
+@pytest.mark.parametrize(("layers", "padding"), [(10, 0), (9, 1), (7, 3)])
+def test_hardware_flops_are_one_devices_stretched_by_bubble_and_padding(
+    layers, padding, microbatches
+):
+    """The padding is what idle ticks and padding layers add, and nothing else."""
     # Four ranks divide the rows of the head.
     train = {"sequence_length": 64}
     four = config_of(
@@ -329,7 +331,7 @@ def test_hardware_flops_are_one_devices_stretched_by_bubble_and_places(layers, p
         model={"num_layers": layers},
         train=train,
     )
-    assert body_stages(four.model, 4, 2).num_padding == waste
+    assert body_stages(four.model, 4, 2).num_padding == padding
     one, longer = (
         hardware(config_of({}, {}, microbatches, model={"num_layers": n}, train=train))
         for n in (layers, layers + 1)
