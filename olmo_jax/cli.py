@@ -149,8 +149,12 @@ def evaluate(given: argparse.Namespace) -> None:
     warn(environment.prepare(num_devices_wanted(config.mesh)))
     from olmo_jax.train.evaluate import evaluate as evaluate_run
 
-    found = evaluate_run(given.run, config)
-    print(f"loss {found.loss:.4f}  perplexity {found.perplexity:.2f}  tokens {found.loss_tokens:,}")
+    found, notes = evaluate_run(given.run, config, given.allow_change)
+    label = f"  ({'; '.join(notes)})" if notes else ""
+    print(
+        f"loss {found.loss:.4f}  perplexity {found.perplexity:.2f}  tokens "
+        f"{found.loss_tokens:,}{label}"
+    )
 
 
 def sample(given: argparse.Namespace) -> None:

@@ -216,9 +216,20 @@ def restore_weights(
         the keys that differ, if `config` says what the shapes are of.
     """
     saved = read_saved(run_dir, step)
+    wanted = check_weights(saved, shapes, config)
+    return {key.name: leaf for key, leaf in reading.read(saved, wanted).items()}
+
+
+def check_weights(
+    saved: Saved, shapes: Mapping[str, jax.ShapeDtypeStruct], config: Config | None
+) -> dict[Key, jax.ShapeDtypeStruct]:
+    """Return the leaves of weights and selection biases with these shapes; no array is read.
+
+    Raises: UserError as `restore_weights` does for a leaf of another shape.
+    """
     wanted = {_weight(name, saved): leaf for name, leaf in shapes.items()}
     reading.check_leaves(saved, wanted, WEIGHTS, config)
-    return {key.name: leaf for key, leaf in reading.read(saved, wanted).items()}
+    return wanted
 
 
 def _weight(name: str, saved: Saved) -> Key:

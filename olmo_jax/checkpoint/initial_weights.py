@@ -1,7 +1,7 @@
 """Where a run's first weights come from: another run, or a Hugging Face folder."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +10,32 @@ import numpy as np
 from etils import epath
 
 from olmo_jax.arch.parameters import parameters
-from olmo_jax.checkpoint import folders, reading
+from olmo_jax.checkpoint import folders, identity, reading
 from olmo_jax.checkpoint.checkpoints import read_saved
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, stored
 from olmo_jax.errors import UserError
 from olmo_jax.interop import files, huggingface
+from olmo_jax.interop.expressible import exchanged
 from olmo_jax.interop.olmo3moe import model_config
 
 Leaves = dict[str, Any]
 
 
-def refuse_start(program: Any) -> None:
+def refuse_start(
+    program: Any, facts: Mapping[str, str] | None = None, allowed: Collection[str] = ()
+) -> list[str]:
     """Refuse a source of first weights that cannot give what `program` asks; no array is read.
 
-    Raises: UserError if `checkpoint.init_from` is not there, is the run itself, or has a leaf
-        missing, too much or of another shape.
+    `facts` are those of the data that the run trains on. Returns what is another's than the
+    source's and was allowed, by "model" or "tokenizer", a line each.
+
+    Raises: UserError if `checkpoint.init_from` is not there, is the run itself, has a leaf missing,
+        too much or of another shape, or if its model or tokenizer is another one.
     """
     config = program.config
     source = config.checkpoint.init_from
     if source is None:
-        return
+        return []
     folder, run_dir = _folder(source), Path(config.run_dir).resolve()
     if run_dir in (resolved := Path(source).resolve(), *resolved.parents):
         raise UserError(
@@ -37,16 +43,32 @@ def refuse_start(program: Any) -> None:
             "own folder by itself, and starts from the weights of another; write null, or another "
             "run_dir"
         )
-    if not _is_huggingface(folder):
-        wanted = _wanted(program)
-        reading.check_leaves(read_saved(source), wanted, _roles(program), config)
-        return
+    if _is_huggingface(folder):
+        return _refuse_huggingface(Path(folder), program, facts or {}, allowed)
+    saved = read_saved(source)
+    reading.check_leaves(saved, _wanted(program), _roles(program), config)
+    changes = identity.refuse_other_model(
+        saved.folder, identity.model_of(saved), config.model, allowed
+    )
+    recorded = {saved.facts["tokenizer"]} if "tokenizer" in saved.facts else set()
+    other = identity.refuse_other_tokenizer(saved.folder, recorded, facts or {}, allowed)
+    return [f"{saved.folder}: {text}" for text in [*map(str, changes), *other]]
+
+
+def _refuse_huggingface(
+    folder: Path, program: Any, facts: Mapping[str, str], allowed: Collection[str]
+) -> list[str]:
+    """Refuse a Hugging Face folder as `refuse_start` does."""
     _refuse_moments(folder, program)
     try:
-        shapes = parameters(model_config(files.read_config(Path(folder))))
+        model = model_config(files.read_config(folder))
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    _check(folder, shapes, program)
+    _check(folder, parameters(model), program)
+    changes = identity.refuse_other_model(folder, model, exchanged(program.config.model), allowed)
+    there = identity.digests_of_tokenizer(folder / identity.TOKENIZER)
+    other = identity.refuse_other_tokenizer(folder, there, facts, allowed)
+    return [f"{folder}: {text}" for text in [*map(str, changes), *other]]
 
 
 def initial_weights(

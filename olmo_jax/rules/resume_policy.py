@@ -9,8 +9,8 @@ from olmo_jax.config.records import Config
 Verdict = Literal["may", "never", "seed", "data", "content"]
 """`seed` and `data` may change with that flag; `content` may change, what it names may not."""
 
-ALLOWABLE = ("seed", "data", "tokenizer")
-"""What --allow-change takes."""
+ALLOWABLE = ("seed", "data", "tokenizer", "model")
+"""What --allow-change takes; `model` only where weights start another run, or are evaluated."""
 
 
 class Rule(NamedTuple):

@@ -152,8 +152,7 @@ def prepared(
     facts = resume.facts_of(corpus)
     other = [] if earlier is None else resume.refuse_facts(earlier, facts, allowed)
     program = build_here(config)
-    if earlier is None:
-        refuse_start(program)
+    started = refuse_start(program, facts, allowed) if earlier is None else []
     table = device_table(program.device_mesh)
     from_first(
         "run folder",
@@ -161,6 +160,8 @@ def prepared(
         config.train.first_step_timeout_s,
     )
     introduce(console, program)
+    for text in started:
+        say(console, f"allowed: another than that of {text}")
     if earlier is not None:
         for text in resume.said(earlier, program.config, other):
             say(console, text)

@@ -143,6 +143,31 @@ def test_few_evaluation_batches_come_from_all_over_the_held_out_documents(tmp_pa
     assert tokens[0, 0] < 50 < tokens[-1, 0]
 
 
+def test_an_evaluation_in_which_no_label_counts_is_refused(tmp_path):
+    folder = write_folder(tmp_path / "a", [[i, i, i] for i in range(1, 40)])
+    held_out = open_folders(folder, eval_fraction=0.3).sources[0].held_out
+    places = np.concatenate(
+        [
+            np.arange(start, start + size)
+            for start, size in zip(held_out.start, np.diff(held_out.ends, prepend=0), strict=True)
+        ]
+    )
+    mask = np.ones(4 * 39, bool)
+    for counts in (0, 1):
+        mask[places] = False
+        # The first token of a row is no target.
+        mask[places[: 2 * counts]] = True
+        np.save(tmp_path / "mask.npy", mask)
+        corpus = open_folders(folder, eval_fraction=0.3, label_mask=str(tmp_path / "mask.npy"))
+        if counts:
+            assert sum((batch.labels != -100).sum() for batch in corpus.held_out(2, 40)) == 1
+            continue
+        with pytest.raises(
+            UserError, match=r"none of the \d+ rows of held-out documents has a lab"
+        ):
+            corpus.held_out(2, 40)
+
+
 def test_a_label_mask_is_cut_along_the_tokens(tmp_path):
     folder = write_folder(tmp_path / "a", [list(range(1, 40))])
     mask = np.arange(40) % 3 != 0
