@@ -1,12 +1,15 @@
 import itertools
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.lib import format as npy
 
+from olmo_jax.data.shards import file_digest
 from olmo_jax.data.sources import held
+from olmo_jax.data.token_manifest import expected_fingerprint, read_manifest, write_manifest
 from olmo_jax.errors import UserError
 from tests.data.folders import TEXTS, counting, open_folders, write_folder
 
@@ -289,6 +292,54 @@ def test_bytes_past_the_end_and_other_borders_are_noticed(tmp_path):
         file.write(b"more")
     with pytest.raises(UserError, match=r"has 292 bytes and its header says 288"):
         open_folders(folder)
+
+
+def forged(folder: Path, borders: np.ndarray | None = None, **changed: object) -> Path:
+    """Change a shard of a folder's manifest, and make the manifest agree with itself again."""
+    manifest = read_manifest(folder)
+    (shard,) = manifest.files
+    if borders is not None:
+        np.save(folder / shard.documents, borders)
+        changed["documents_sha256"] = file_digest(folder / shard.documents)
+    files = (shard.model_copy(update=changed),)
+    manifest = manifest.model_copy(update={"files": files})
+    fingerprint = expected_fingerprint(manifest)
+    write_manifest(folder, manifest.model_copy(update={"fingerprint": fingerprint}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_documents": 21}, r"holds int64\[21\]; 21 documents, .* have int64\[22\] borders"),
+        ({"num_documents": 10**9}, r"holds int64\[21\]; 1000000000 documents"),
+        ({"num_documents": 3}, r"holds int64\[21\]; 3 documents"),
+        ({"borders": np.arange(0, 84, 4.0)}, r"holds float64\[21\]"),
+        ({"borders": np.zeros((21, 2), np.int64)}, r"holds int64\[21, 2\]"),
+        ({"borders": np.arange(4, 88, 4)}, "holds borders that do not ascend from 0 to 80"),
+        ({"borders": np.arange(0, 84, 4) * 100}, "holds borders that do not ascend from 0 to 80"),
+        (
+            {"borders": np.array([0, 900, *range(8, 84, 4)])},
+            "holds borders that do not ascend from 0 to 80",
+        ),
+    ],
+    ids=str,
+)
+def test_borders_that_do_not_fit_their_tokens_are_refused(tmp_path, change, words):
+    folder = forged(write_folder(tmp_path / "a", [[1, 2, 3]] * 20), **change)
+    with pytest.raises(UserError, match=rf"documents_00000\.npy {words}"):
+        open_folders(folder, eval_fraction=0.1)
+
+
+@pytest.mark.parametrize("key", ["tokens", "documents"])
+@pytest.mark.parametrize("where", ["../secret/{}", "/etc/{}", "below/{}", "..", ".", "", "a\\{}"])
+def test_a_manifest_that_names_what_is_outside_of_its_folder_is_refused(tmp_path, key, where):
+    folder = write_folder(tmp_path / "a", [[1, 2, 3]] * 20)
+    shutil.copytree(folder, tmp_path / "secret")
+    name = getattr(read_manifest(folder).files[0], key)
+    forged(folder, **{key: where.format(name)})
+    with pytest.raises(UserError, match=r"names the file '.*', which is no file of its folder"):
+        open_folders(folder, eval_fraction=0.1)
 
 
 def test_what_is_wrong_with_the_request_is_said_when_it_is_opened(tmp_path):
