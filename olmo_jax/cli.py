@@ -247,8 +247,13 @@ def launch_local(given: argparse.Namespace) -> int:
             f"launch local -- {' '.join(line)}: it starts `train`, and no other command; write "
             "olmo-jax launch local --processes 2 -- train CONFIG"
         )
-    # Once here, so that a mistake is told once.
+    from pathlib import Path
+
+    from olmo_jax.train.run_folder import refuse_unusable
+
+    # Once here, so that a mistake is told once, and before a log is written.
     config = load(asked.config, asked.overrides)
+    refuse_unusable(Path(config.run_dir))
     return launch(
         [sys.executable, "-m", "olmo_jax.cli", *line],
         config,

@@ -218,7 +218,7 @@ def test_train_leaves_the_run_folder_and_says_so(
     run_dir = folder / "run"
     names = {path.name for path in run_dir.iterdir()}
     assert names == {
-        *("config.yaml", "devices.txt", "metrics.jsonl", "report.png", "tokenizer.json"),
+        *("config.yaml", "devices.txt", "metrics.jsonl", "report.png", "run_id", "tokenizer.json"),
         "checkpoints",
     }
     for words in ("2 CPU device(s) are emulated", "trained 4 steps", "checkpoints/step_4"):

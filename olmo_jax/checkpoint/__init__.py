@@ -6,6 +6,7 @@ from olmo_jax.checkpoint.checkpoints import (
     read_saved,
     restore_weights,
 )
+from olmo_jax.checkpoint.folders import RUN_ID, run_id_of, steps
 from olmo_jax.checkpoint.identity import (
     model_of,
     refuse_edited,
@@ -16,6 +17,7 @@ from olmo_jax.checkpoint.initial_weights import initial_weights, refuse_start
 from olmo_jax.checkpoint.manifest import Position, Saved
 
 __all__ = [
+    "RUN_ID",
     "Checkpoints",
     "Position",
     "Saved",
@@ -28,4 +30,6 @@ __all__ = [
     "refuse_other_tokenizer_file",
     "refuse_start",
     "restore_weights",
+    "run_id_of",
+    "steps",
 ]

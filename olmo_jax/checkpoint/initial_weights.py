@@ -12,6 +12,7 @@ from etils import epath
 from olmo_jax.arch.parameters import parameters
 from olmo_jax.checkpoint import folders, identity, reading
 from olmo_jax.checkpoint.checkpoints import read_saved
+from olmo_jax.checkpoint.checksum import examined
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, stored
 from olmo_jax.errors import UserError
 from olmo_jax.interop import files, huggingface
@@ -19,6 +20,8 @@ from olmo_jax.interop.expressible import exchanged
 from olmo_jax.interop.olmo3moe import model_config
 
 Leaves = dict[str, Any]
+
+_NAMED = 4
 
 
 def refuse_start(
@@ -86,7 +89,9 @@ def initial_weights(
         return _from_huggingface(Path(folder), program)
     saved, wanted = read_saved(path), _wanted(program)
     reading.check_leaves(saved, wanted, _roles(program), program.config)
-    tree = nested(reading.read(saved, wanted))
+    leaves = reading.read(saved, wanted)
+    _refuse_nonfinite(path, leaves)
+    tree = nested(leaves)
     main, expert_bias = tree["main"], tree.get("router_bias", {})
     if not program.config.checkpoint.init_moments:
         return main, expert_bias, None
@@ -135,6 +140,7 @@ def _from_huggingface(folder: Path, program: Any) -> tuple[Leaves, Leaves, None]
     _check(folder, params, program)
     like = program.abstract_stored()
     main = {name: _put(np.asarray(params[name]), leaf) for name, leaf in like.main.items()}
+    _refuse_nonfinite(folder, main)
     expert_bias = {
         name: _put(np.asarray(params.get(name, np.zeros(leaf.shape, leaf.dtype))), leaf)
         for name, leaf in like.expert_bias.items()
@@ -157,6 +163,25 @@ def _check(folder: os.PathLike[str], found: Mapping[str, Any], program: Any) -> 
             f"the model as {asked.get(name, 'no leaf')} ({len(differing)} leaves differ); weights "
             "fit only a model of the same shapes; write model.* as that folder's config.json has it"
         )
+
+
+def _refuse_nonfinite(source: str | os.PathLike[str], leaves: Mapping[Any, jax.Array]) -> None:
+    """Refuse first weights or moments from which no step can be taken.
+
+    Raises: UserError that names the first leaves.
+    """
+    _, found = examined({key: leaf for key, leaf in leaves.items() if _is_float(leaf)})
+    if found:
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        raise UserError(
+            f"checkpoint.init_from={os.fspath(source)} holds numbers that are not finite in "
+            f"{', '.join(map(str, found[:_NAMED]))}{more}; a run starts from finite weights; name "
+            "another folder, or an earlier checkpoint of that run"
+        )
+
+
+def _is_float(leaf: jax.Array) -> bool:
+    return np.issubdtype(leaf.dtype, np.floating)
 
 
 def _put(value: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from olmo_jax.arch.flops import flops_per_token
 from olmo_jax.checkpoint import (
+    RUN_ID,
     Checkpoints,
     Position,
     Saved,
@@ -43,6 +44,7 @@ from olmo_jax.train.progress import (
     say,
     waiting,
 )
+from olmo_jax.train.run_id import identify
 from olmo_jax.train.state import State
 from olmo_jax.train.trace import Trace
 
@@ -81,7 +83,16 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
     console.quiet = not is_first()
     run_dir = Path(config.run_dir)
     run_folder.refuse_foreign(run_dir)
-    with held(config), Checkpoints(run_dir, config.checkpoint) as checkpoints:
+    with (
+        held(config) as lock,
+        Checkpoints(
+            run_dir,
+            config.checkpoint,
+            refuse_lost=lock.refuse_lost,
+            tell=partial(say, console),
+        ) as checkpoints,
+    ):
+        checkpoints.name_foreign()
         earlier = last_checkpoint(checkpoints, config)
         if earlier is not None:
             resume.refuse_config(earlier, config, allowed)
@@ -91,19 +102,19 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
         run = prepared(console, config, earlier, allowed)
         # Nobody else writes here now, and nothing refuses the run any more.
         from_first("clean folder", partial(clean, checkpoints), config.train.first_step_timeout_s)
-        carry_out(console, run, checkpoints)
+        carry_out(console, run, checkpoints, lock)
 
 
 @contextmanager
-def held(config: Config) -> Iterator[None]:
-    """Keep every other run out of the run folder, from the first process for all.
+def held(config: Config) -> Iterator[run_folder.Lock]:
+    """Keep every other run out of the run folder, from the first process for all: its lock.
 
     Raises: UserError if another run is in it.
     """
     lock = run_folder.Lock(Path(config.run_dir))
     try:
         from_first("lock of the run folder", lock.take, config.train.first_step_timeout_s)
-        yield
+        yield lock
     finally:
         lock.free()
 
@@ -159,6 +170,11 @@ def prepared(
         lambda: str(run_folder.create(program.config, table, corpus.tokenizer_path)),
         config.train.first_step_timeout_s,
     )
+    run_id = from_first(
+        "run id",
+        partial(identify, Path(config.run_dir)),
+        config.train.first_step_timeout_s,
+    )
     introduce(console, program)
     for text in started:
         say(console, f"allowed: another than that of {text}")
@@ -166,7 +182,8 @@ def prepared(
         for text in resume.said(earlier, program.config, other):
             say(console, text)
     position = earlier.position if earlier else START
-    return Run(program, corpus, held_out_batches(corpus, program), facts, position)
+    known = {**facts, RUN_ID: run_id} if run_id else facts
+    return Run(program, corpus, held_out_batches(corpus, program), known, position)
 
 
 def held_out_batches(corpus: Corpus, program: Program) -> list[Batch]:
@@ -199,12 +216,14 @@ def introduce(console: Console, program: Program) -> None:
         say(console, f"routing is not learned: assignment={config.model.router.assignment}")
 
 
-def carry_out(console: Console, run: Run, checkpoints: Checkpoints) -> None:
+def carry_out(console: Console, run: Run, checkpoints: Checkpoints, lock: run_folder.Lock) -> None:
     """Compile, take the steps that are left, and write checkpoint, picture and summary."""
     train, metrics = run.config.train, run.run_dir / run_folder.METRICS
     limits = (train.first_step_timeout_s, train.step_timeout_s)
     with Watchdog(run.run_dir, jax.process_index(), jax.process_count(), *limits) as watchdog:
         state = state_before(console, run, checkpoints, watchdog)
+        # Compiling took a while.
+        lock.refuse_lost()
         from_first(
             "metrics", lambda: truncate_metrics(console, metrics, run.position.step), limits[0]
         )
@@ -214,6 +233,7 @@ def carry_out(console: Console, run: Run, checkpoints: Checkpoints) -> None:
             recorder = take_steps(console, run, state, checkpoints, stop, watchdog)
             watchdog.phase("writing the checkpoint")
             with waiting(console, "writing report and checkpoint"):
+                lock.refuse_lost()
                 if is_first():
                     draw(read(metrics), run.run_dir / run_folder.REPORT)
                 checkpoints.wait()

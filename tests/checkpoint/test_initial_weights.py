@@ -191,3 +191,23 @@ def test_a_model_is_known_again_in_its_own_export(model, program_of, tmp_path) -
     program = starting(program_of, tmp_path, router=PLAIN, **model)
     huggingface.save(tmp_path, program.config.model, weights_of(program))
     assert refuse_start(program, FACTS) == []
+
+
+def test_weights_that_are_not_finite_are_refused_by_leaf(tmp_path, program, program_of) -> None:
+    main = {name: np.array(leaf) for name, leaf in weights_of(program).items()}
+    main["head.norm.gain"][3] = np.nan
+    huggingface.save(tmp_path / "hf", program.config.model, main)
+    words = r"init_from=.* not finite in head.norm.gain; a run starts from finite weights"
+    with pytest.raises(UserError, match=words):
+        initial_weights(tmp_path / "hf", program)
+    # A run never saves such weights; an older version may have, or moments.
+    other = program_of(asks_for_moments(small()))
+    state = random_state(other)
+    nu = {name: leaf.at[(0,) * leaf.ndim].set(np.inf) for name, leaf in state.moments["nu"].items()}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Checkpoints, "_refuse_nonfinite", lambda *_: None)
+        with Checkpoints(tmp_path / "run", CheckpointConfig()) as checkpoints:
+            broken = state._replace(moments={**state.moments, "nu": nu})
+            checkpoints.save(broken, Position(7, 1, 1), config=other.config, facts=FACTS)
+    with pytest.raises(UserError, match=r"not finite in nu/\S+, nu/.* and \d+ more; a run starts"):
+        initial_weights(tmp_path / "run", other)
