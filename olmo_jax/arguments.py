@@ -100,7 +100,8 @@ def add_config_commands(commands: argparse._SubParsersAction) -> None:
         default=[],
         choices=ALLOWABLE,
         metavar="KEY",
-        help="resume although seed, data or tokenizer is not the checkpoint's",
+        help="resume although seed, data or tokenizer is not the checkpoint's; model and tokenizer "
+        "also allow another one than that of checkpoint.init_from",
     )
     one.set_defaults(command="train")
 
@@ -143,6 +144,14 @@ def add_run_commands(commands: argparse._SubParsersAction) -> None:
     one = commands.add_parser("eval", help=text, description=text)
     add_path(one, "run", metavar="RUN", help="a run folder")
     add_overrides(one)
+    one.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        choices=("model",),
+        metavar="KEY",
+        help="evaluate although model is not the checkpoint's",
+    )
     one.set_defaults(command="evaluate")
     text = "continue a text with a run's weights"
     one = commands.add_parser("sample", help=text, description=text)

@@ -167,8 +167,12 @@ def evaluate(given: argparse.Namespace) -> None:
     warn(environment.prepare(wanted, platform=config.mesh.platform))
     from olmo_jax.train.evaluate import evaluate as evaluate_run
 
-    found = evaluate_run(given.run, config)
-    print(f"loss {found.loss:.4f}  perplexity {found.perplexity:.2f}  tokens {found.loss_tokens:,}")
+    found, notes = evaluate_run(given.run, config, given.allow_change)
+    label = f"  ({'; '.join(notes)})" if notes else ""
+    print(
+        f"loss {found.loss:.4f}  perplexity {found.perplexity:.2f}  tokens "
+        f"{found.loss_tokens:,}{label}"
+    )
 
 
 def sample(given: argparse.Namespace) -> None:
@@ -261,8 +265,13 @@ def launch_local(given: argparse.Namespace) -> int:
             f"launch local -- {' '.join(line)}: it starts `train`, and no other command; write "
             "olmo-jax launch local --processes 2 -- train CONFIG"
         )
-    # Once here, so that a mistake is told once.
+    from pathlib import Path
+
+    from olmo_jax.train.run_folder import refuse_unusable
+
+    # Once here, so that a mistake is told once, and before a log is written.
     config = load(asked.config, asked.overrides)
+    refuse_unusable(Path(config.run_dir))
     return launch(
         [sys.executable, "-m", "olmo_jax.cli", *line],
         config,

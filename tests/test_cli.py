@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -358,7 +359,7 @@ def test_train_leaves_the_run_folder_and_says_so(
     run_dir = folder / "run"
     names = {path.name for path in run_dir.iterdir()}
     assert names == {
-        *("config.yaml", "devices.txt", "metrics.jsonl", "report.png", "tokenizer.json"),
+        *("config.yaml", "devices.txt", "metrics.jsonl", "report.png", "run_id", "tokenizer.json"),
         "checkpoints",
     }
     for words in ("2 CPU device(s) are emulated", "trained 4 steps", "checkpoints/step_4"):
@@ -410,6 +411,56 @@ def test_eval_gives_the_loss_that_training_ended_with(
 def test_eval_refuses_another_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(folder / "run"), "model.d_model=8"]) == 1
     assert "a checkpoint fits only the model" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("trained", "in_this_process")
+def test_eval_refuses_a_model_that_computes_something_else_unless_it_is_allowed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["eval", str(folder / "run"), "model.norm_eps=0.01"]
+    assert main(given) == 1
+    said = capsys.readouterr().err
+    assert "model.norm_eps=0.01, and the weights of " in said
+    assert "model.norm_eps=1.0e-06, or allow it with --allow-change model" in said
+    assert main([*given, "--allow-change", "model"]) == 0
+    assert capsys.readouterr().out.endswith("(model.norm_eps 1.0e-06 -> 0.01)\n")
+
+
+@pytest.mark.usefixtures("trained", "in_this_process")
+def test_eval_says_that_documents_were_trained_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fraction = olmo_jax.config.load(folder / "run" / "config.yaml").data.eval_fraction
+    for now, label in ((fraction, ""), (2 * fraction, "  (trained on about 50% of these docum")):
+        assert main(["eval", str(folder / "run"), f"data.eval_fraction={now}"]) == 0
+        _, _, said = capsys.readouterr().out.partition("tokens ")
+        assert said.lstrip("0123456789,").startswith(label or "\n")
+
+
+@pytest.mark.usefixtures("trained", "in_this_process")
+def test_an_edited_run_folder_is_neither_sampled_nor_evaluated_nor_exported(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "run", run)
+    config, tokenizer = run / "config.yaml", run / "tokenizer.json"
+    commands = [
+        ["eval", str(run)],
+        ["sample", str(run), "7"],
+        ["checkpoint", "export-weights", str(run), str(tmp_path / "hf")],
+    ]
+    for file, old, new, words in (
+        (config, "theta: 500000.0", "theta: 10.0", "model.rope.theta=10.0, and the weights of "),
+        (tokenizer, "{", "{ ", "tokenizer.json has sha256 "),
+    ):
+        text = file.read_text()
+        file.write_text(text.replace(old, new, 1))
+        assert file.read_text() != text
+        for command in commands:
+            assert main(command) == 1
+            assert words in capsys.readouterr().err
+        file.write_text(text)
+    assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.usefixtures("trained", "in_this_process")

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,9 +30,19 @@ class Checkpoints:
     All processes call the same methods in the same order; the first one names and removes folders.
     """
 
-    def __init__(self, run_dir: RunDir, config: CheckpointConfig) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: CheckpointConfig,
+        *,
+        refuse_lost: Callable[[], None] = lambda: None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`refuse_lost` raises once the run folder is another; `tell` takes what is to be said."""
         self._run_dir = run_dir
         self._config = config
+        self.refuse_lost, self._tell = refuse_lost, tell
+        self._named: set[int] = set()
         self._writing: int | None = None
         self._quiet = disk_errors.without_tracebacks()
         # Weights do not compress, and so a checkpoint is as large as its leaves.
@@ -88,6 +98,7 @@ class Checkpoints:
             finite; what was whole before stays.
         """
         self.wait()
+        self.refuse_lost()
         # On the devices, before the next step may have the buffers; the write comes behind it.
         leaves = flat(stored(state))
         checksums, nonfinite = examined(leaves)
@@ -150,19 +161,38 @@ class Checkpoints:
                 raise
             # Only now: until the new one is whole, the old ones are what a run goes on from.
             if prune and written is not None and jax.process_index() == 0:
+                self.refuse_lost()
                 self._remove_superfluous(written)
 
     def _remove_part(self) -> None:
         """Give back the room that a refused write took, if the disk lets us."""
         if jax.process_index() == 0:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UserError):
+                self.refuse_lost()
                 folders.remove_unfinished(self._run_dir)
 
     def _remove_superfluous(self, newest: int) -> None:
         keep, keep_every = self._config.keep, self._config.keep_every
-        there = self.steps()
+        linked = [step for step in self.steps() if folders.is_linked(self._folder(step))]
+        self._name(linked, "is a link: what it leads to is read and never removed")
+        self.name_foreign()
+        there = [step for step in self.steps() if step not in linked]
         for step in folders.superfluous(there, newest, keep=keep, keep_every=keep_every):
             folders.remove(folders.folder_of(self._run_dir, step))
+
+    def name_foreign(self) -> None:
+        """Say once of each checkpoint that another run wrote that it is left alone."""
+        there = folders.foreign_steps(self._run_dir)
+        self._name(there, "is a checkpoint of another run: it is neither resumed from nor removed")
+
+    def _name(self, steps: list[int], what: str) -> None:
+        for step in steps:
+            if step not in self._named:
+                self._tell(f"warning: {self._folder(step)} {what}")
+        self._named.update(steps)
+
+    def _folder(self, step: int) -> Any:
+        return folders.folder_of(self._run_dir, step)
 
     def _told(self) -> Any:
         there = self.steps()
@@ -220,9 +250,20 @@ def restore_weights(
         the keys that differ, if `config` says what the shapes are of.
     """
     saved = read_saved(run_dir, step)
+    wanted = check_weights(saved, shapes, config)
+    return {key.name: leaf for key, leaf in reading.read(saved, wanted).items()}
+
+
+def check_weights(
+    saved: Saved, shapes: Mapping[str, jax.ShapeDtypeStruct], config: Config | None
+) -> dict[Key, jax.ShapeDtypeStruct]:
+    """Return the leaves of weights and selection biases with these shapes; no array is read.
+
+    Raises: UserError as `restore_weights` does for a leaf of another shape.
+    """
     wanted = {_weight(name, saved): leaf for name, leaf in shapes.items()}
     reading.check_leaves(saved, wanted, WEIGHTS, config)
-    return {key.name: leaf for key, leaf in reading.read(saved, wanted).items()}
+    return wanted
 
 
 def _weight(name: str, saved: Saved) -> Key:

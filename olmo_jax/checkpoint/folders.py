@@ -1,8 +1,10 @@
 """The folders of a run's checkpoints: which are whole, which may go."""
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 from etils import epath
@@ -10,6 +12,8 @@ from etils import epath
 from olmo_jax.errors import UserError
 
 FOLDER = "checkpoints"
+RUN_ID = "run_id"
+"""In a run folder: names its run. A checkpoint has it under this name among its facts."""
 STATE, MANIFEST = "state", "manifest"
 MANIFEST_FILE = "manifest.json"
 _PREFIX = "step_"
@@ -30,7 +34,13 @@ def path_of(path: RunDir) -> epath.Path:
     # pathlib makes one slash of two.
     scheme, separator, rest = text.partition(":/")
     if not separator or "/" in scheme:
-        return epath.Path(Path(text).absolute())
+        absolute = Path(text).absolute()
+        if "\\" in str(absolute):
+            raise UserError(
+                f"{absolute} has a backslash, which Orbax takes for a sign of its own; checkpoints "
+                "lie in folders without; rename the folder"
+            )
+        return epath.Path(absolute)
     _check_bucket(text, scheme)
     return epath.Path(f"{scheme}://{rest.lstrip('/')}")
 
@@ -95,14 +105,68 @@ def _inside(root: epath.Path) -> list[epath.Path]:
     return list(root.iterdir()) if root.is_dir() else []
 
 
-def _steps_in(root: epath.Path) -> list[int]:
+def _whole_in(root: epath.Path) -> dict[int, epath.Path]:
+    """Return the whole checkpoints by step, ascending, whichever run wrote them."""
     found = [(step_of(folder), folder) for folder in _inside(root)]
-    return sorted(step for step, folder in found if step is not None and is_whole(folder))
+    return dict(sorted((step, at) for step, at in found if step is not None and is_whole(at)))
+
+
+def _steps_in(root: epath.Path) -> list[int]:
+    whole = _whole_in(root)
+    run_id = _run_id(root.parent, whole.values())
+    return [step for step, folder in whole.items() if _is_of(run_id, folder)]
 
 
 def steps(run_dir: RunDir) -> list[int]:
-    """Return the steps of the whole checkpoints, ascending."""
+    """Return the steps of the run's own whole checkpoints, ascending."""
     return _steps_in(root_of(run_dir))
+
+
+def foreign_steps(run_dir: RunDir) -> list[int]:
+    """Return the steps of whole checkpoints that another run wrote, ascending."""
+    root = root_of(run_dir)
+    return sorted(_whole_in(root).keys() - _steps_in(root))
+
+
+def run_id_of(run_dir: RunDir) -> str | None:
+    """Return the id of the run in a folder; None if it has none, as runs of old versions.
+
+    Where the folder does not say it, its checkpoints do: the first of them, if all have one.
+    """
+    root = root_of(run_dir)
+    return _run_id(root.parent, _whole_in(root).values())
+
+
+def _run_id(run_dir: epath.Path, whole: Iterable[epath.Path]) -> str | None:
+    path = run_dir / RUN_ID
+    if path.exists():
+        return path.read_text().strip() or None
+    found = [_recorded(folder) for folder in whole]
+    ids = [run_id for run_id, readable in found if readable]
+    return None if None in ids or not ids else ids[0]
+
+
+def _is_of(run_id: str | None, folder: epath.Path) -> bool:
+    """Say whether a run wrote a checkpoint; a damaged one is its own, which it must not skip."""
+    found, readable = _recorded(folder)
+    return not readable or found == run_id
+
+
+def _recorded(folder: epath.Path) -> tuple[str | None, bool]:
+    """Return the id of the run that wrote a whole checkpoint, and whether its manifest is read."""
+    path = manifest_in(folder)
+    stat = path.stat()
+    return _id_in(path, stat.mtime, stat.length)
+
+
+@lru_cache(maxsize=4096)
+def _id_in(path: epath.Path, mtime: int, length: int) -> tuple[str | None, bool]:
+    """Read each manifest once: `mtime` and `length` tell whether it was replaced."""
+    del mtime, length
+    try:
+        return json.loads(path.read_text())["facts"].get(RUN_ID), True
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None, False
 
 
 def way_on(folder: epath.Path) -> str:
@@ -155,7 +219,7 @@ def _only(folder: epath.Path, named: int, step: int | None) -> epath.Path:
 def remove_unfinished(run_dir: RunDir) -> None:
     """Remove what writers left that were killed, and removals that were; nothing of a user's."""
     for folder in _inside(root_of(run_dir)):
-        if folder.is_dir() and _is_unfinished(folder):
+        if folder.is_dir() and not is_linked(folder) and _is_unfinished(folder):
             folder.rmtree()
 
 
@@ -175,11 +239,23 @@ def refuse_foreign(folder: epath.Path) -> None:
 
     Raises: UserError.
     """
+    run_id = run_id_of(folder.parent.parent)
+    if is_linked(folder) or (is_whole(folder) and not _is_of(run_id, folder)):
+        what = "a link" if is_linked(folder) else "a checkpoint of another run"
+        raise UserError(
+            f"{folder} is {what}; a checkpoint of step {step_of(folder)} is written there, and "
+            "only folders of the run's own are replaced; move it away"
+        )
     if folder.exists() and not _has_part(folder) and not (folder.is_dir() and not _inside(folder)):
         raise UserError(
             f"{folder} is there and is no checkpoint; a checkpoint of step {step_of(folder)} is "
             "written there, and nothing else is removed for it; move it away"
         )
+
+
+def is_linked(folder: epath.Path) -> bool:
+    """Say whether a folder lies elsewhere, and only a link to it is here."""
+    return os.path.islink(os.fspath(folder))
 
 
 def remove(folder: epath.Path) -> None:

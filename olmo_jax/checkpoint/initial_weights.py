@@ -1,7 +1,7 @@
 """Where a run's first weights come from: another run, or a Hugging Face folder."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +10,34 @@ import numpy as np
 from etils import epath
 
 from olmo_jax.arch.parameters import parameters
-from olmo_jax.checkpoint import folders, reading
+from olmo_jax.checkpoint import folders, identity, reading
 from olmo_jax.checkpoint.checkpoints import read_saved
+from olmo_jax.checkpoint.checksum import examined
 from olmo_jax.checkpoint.contract import Leaves, Program
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, opt_state_of, stored
 from olmo_jax.errors import UserError
 from olmo_jax.interop import files, huggingface
+from olmo_jax.interop.expressible import exchanged
 from olmo_jax.interop.olmo3moe import model_config
 
+_NAMED = 4
 
-def refuse_start(program: Program[Any]) -> None:
+
+def refuse_start(
+    program: Program[Any], facts: Mapping[str, str] | None = None, allowed: Collection[str] = ()
+) -> list[str]:
     """Refuse a source of first weights that cannot give what `program` asks; no array is read.
 
-    Raises: UserError if `checkpoint.init_from` is not there, is the run itself, or has a leaf
-        missing, too much or of another shape.
+    `facts` are those of the data that the run trains on. Returns what is another's than the
+    source's and was allowed, by "model" or "tokenizer", a line each.
+
+    Raises: UserError if `checkpoint.init_from` is not there, is the run itself, has a leaf missing,
+        too much or of another shape, or if its model or tokenizer is another one.
     """
     config = program.config
     source = config.checkpoint.init_from
     if source is None:
-        return
+        return []
     folder, run_dir = _folder(source), Path(config.run_dir).resolve()
     if run_dir in (resolved := Path(source).resolve(), *resolved.parents):
         raise UserError(
@@ -36,16 +45,32 @@ def refuse_start(program: Program[Any]) -> None:
             "own folder by itself, and starts from the weights of another; write null, or another "
             "run_dir"
         )
-    if not _is_huggingface(folder):
-        wanted = _wanted(program)
-        reading.check_leaves(read_saved(source), wanted, _roles(program), config)
-        return
+    if _is_huggingface(folder):
+        return _refuse_huggingface(Path(folder), program, facts or {}, allowed)
+    saved = read_saved(source)
+    reading.check_leaves(saved, _wanted(program), _roles(program), config)
+    changes = identity.refuse_other_model(
+        saved.folder, identity.model_of(saved), config.model, allowed
+    )
+    recorded = {saved.facts["tokenizer"]} if "tokenizer" in saved.facts else set()
+    other = identity.refuse_other_tokenizer(saved.folder, recorded, facts or {}, allowed)
+    return [f"{saved.folder}: {text}" for text in [*map(str, changes), *other]]
+
+
+def _refuse_huggingface(
+    folder: Path, program: Program[Any], facts: Mapping[str, str], allowed: Collection[str]
+) -> list[str]:
+    """Refuse a Hugging Face folder as `refuse_start` does."""
     _refuse_moments(folder, program)
     try:
-        shapes = parameters(model_config(files.read_config(Path(folder))))
+        model = model_config(files.read_config(folder))
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    _check(folder, shapes, program)
+    _check(folder, parameters(model), program)
+    changes = identity.refuse_other_model(folder, model, exchanged(program.config.model), allowed)
+    there = identity.digests_of_tokenizer(folder / identity.TOKENIZER)
+    other = identity.refuse_other_tokenizer(folder, there, facts, allowed)
+    return [f"{folder}: {text}" for text in [*map(str, changes), *other]]
 
 
 def initial_weights(
@@ -63,7 +88,9 @@ def initial_weights(
         return _from_huggingface(Path(folder), program)
     saved, wanted = read_saved(path), _wanted(program)
     reading.check_leaves(saved, wanted, _roles(program), program.config)
-    tree = nested(reading.read(saved, wanted))
+    leaves = reading.read(saved, wanted)
+    _refuse_nonfinite(path, leaves)
+    tree = nested(leaves)
     main, expert_bias = tree["main"], tree.get("router_bias", {})
     if not program.config.checkpoint.init_moments:
         return main, expert_bias, None
@@ -112,6 +139,7 @@ def _from_huggingface(folder: Path, program: Program[Any]) -> tuple[Leaves, Leav
     _check(folder, params, program)
     like = program.abstract_stored()
     main = {name: _put(np.asarray(params[name]), leaf) for name, leaf in like.main.items()}
+    _refuse_nonfinite(folder, main)
     expert_bias = {
         name: _put(np.asarray(params.get(name, np.zeros(leaf.shape, leaf.dtype))), leaf)
         for name, leaf in like.expert_bias.items()
@@ -134,6 +162,25 @@ def _check(folder: os.PathLike[str], found: Mapping[str, Any], program: Program[
             f"the model as {asked.get(name, 'no leaf')} ({len(differing)} leaves differ); weights "
             "fit only a model of the same shapes; write model.* as that folder's config.json has it"
         )
+
+
+def _refuse_nonfinite(source: str | os.PathLike[str], leaves: Mapping[Any, jax.Array]) -> None:
+    """Refuse first weights or moments from which no step can be taken.
+
+    Raises: UserError that names the first leaves.
+    """
+    _, found = examined({key: leaf for key, leaf in leaves.items() if _is_float(leaf)})
+    if found:
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        raise UserError(
+            f"checkpoint.init_from={os.fspath(source)} holds numbers that are not finite in "
+            f"{', '.join(map(str, found[:_NAMED]))}{more}; a run starts from finite weights; name "
+            "another folder, or an earlier checkpoint of that run"
+        )
+
+
+def _is_float(leaf: jax.Array) -> bool:
+    return np.issubdtype(leaf.dtype, np.floating)
 
 
 def _put(value: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:

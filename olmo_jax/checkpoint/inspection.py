@@ -11,11 +11,10 @@ from etils import epath
 from rich.console import Console
 from rich.table import Table
 
-from olmo_jax.checkpoint import folders, manifest, reading
+from olmo_jax.checkpoint import folders, identity, manifest, reading
 from olmo_jax.checkpoint.checkpoints import read_saved
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key
 from olmo_jax.checkpoint.manifest import Saved
-from olmo_jax.config.records import ModelConfig
 from olmo_jax.errors import UserError
 from olmo_jax.formatting import decimal_bytes
 from olmo_jax.interop import huggingface
@@ -23,7 +22,6 @@ from olmo_jax.interop.expressible import check_expressible
 
 _NAMED = 8
 _PIPE_WIDTH = 200
-_TOKENIZER = "tokenizer.json"
 
 
 def listed(run: str) -> Table:
@@ -167,17 +165,19 @@ def diff(first: str, second: str) -> tuple[Table | None, str]:
 def export_weights(run: str, out: Path) -> str:
     """Write a run's last weights as a Hugging Face folder, and its tokenizer if it has one.
 
-    Raises: UserError if Hugging Face's class cannot compute the model, or `out` is in use.
+    Raises: UserError if Hugging Face's class cannot compute the model, if the run's config.yaml or
+        tokenizer.json is not the checkpoint's, or if `out` is in use.
     """
     saved = read_saved(run)
-    model = ModelConfig.model_validate(saved.config["model"])
+    identity.refuse_edited(saved)
+    model = identity.model_of(saved)
     check_expressible(model)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already and not empty; export into a new folder")
     huggingface.save(out, model, weights_on_host(saved))
-    tokenizer = saved.folder.parent.parent / _TOKENIZER
+    tokenizer = identity.run_dir_of(saved) / identity.TOKENIZER
     if tokenizer.exists():
-        shutil.copyfile(tokenizer, out / _TOKENIZER)
+        shutil.copyfile(tokenizer, out / identity.TOKENIZER)
     return f"{out}: the weights of step {saved.position.step} ({saved.folder})"
 
 

@@ -1,6 +1,7 @@
 """Leaves out of a checkpoint: strict, checked against their checksums, on whatever mesh asks."""
 
 import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -204,12 +205,13 @@ def blocks_of(
 
 def _open(folder: epath.Path, key: Key) -> Any:
     """Open a leaf where Orbax keeps it: a zarr array in the folder's OCDBT database."""
-    place = str(folder / STATE)
+    place = os.fspath(folder / STATE)
     spec = {
         "driver": "zarr",
         "kvstore": {
             "driver": "ocdbt",
-            "base": place if "://" in place else f"file://{place}",
+            # In a URL some characters of a path would have a meaning.
+            "base": place if "://" in place else {"driver": "file", "path": f"{place}/"},
             "path": f"{key.role}.{key.name}/",
         },
         # What is read once is not worth keeping.

@@ -65,7 +65,7 @@ class Corpus:
 
         Of each batch only `rows` are read, all if none are named. Too few windows give fewer
         batches; the last one is filled up with rows that are not real.
-        Raises: UserError if no document is held out.
+        Raises: UserError if no document is held out, or if none of them has a label.
         """
         rows = range(global_batch) if rows is None else rows
         places = [
@@ -86,6 +86,12 @@ class Corpus:
             source, start = chosen[number]
             return read(source.held_out, start, self.sequence_length)
 
+        if not any(_has_label(row(number)) for number in range(len(chosen))):
+            raise UserError(
+                f"data.sources: none of the {len(chosen)} rows of held-out documents has a label "
+                "that counts, so their loss has no value; an evaluation needs one; write another "
+                "label_mask, or a larger data.eval_fraction"
+            )
         return [
             self.assemble([row(first + number) for number in rows], rows)
             for first in range(0, len(chosen), global_batch)
@@ -112,6 +118,11 @@ class Corpus:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens, EOS spelled out."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def _has_label(row: Row) -> bool:
+    """Say whether a row has a target: its first token is none."""
+    return bool(row.wanted[1:].any())
 
 
 EMPTY_ROW = Row(np.zeros(0, np.int32), np.zeros(0, bool))

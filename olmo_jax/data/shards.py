@@ -155,9 +155,23 @@ def evenly(count: int, limit: int) -> list[int]:
 
 
 def open_documents(folder: Path, shard: Shard) -> Integer[np.ndarray, " borders"]:
-    """Read where documents begin and end: document i is `[borders[i], borders[i + 1])`."""
+    """Read where documents begin and end: document i is `[borders[i], borders[i + 1])`.
+
+    Raises: UserError if they are not those that the manifest counts.
+    """
     path = folder / shard.documents
     borders = np.asarray(open_array(path))
     if file_digest(path) != shard.documents_sha256:
         raise UserError(f"{path} holds other document borders than its manifest names; {REWRITE}")
+    if borders.shape != (shard.num_documents + 1,) or borders.dtype != np.int64:
+        raise UserError(
+            f"{path} holds {borders.dtype}{list(borders.shape)}; {shard.num_documents} documents, "
+            f"which its manifest names, have int64[{shard.num_documents + 1}] borders; {REWRITE}"
+        )
+    ends = (borders[0], borders[-1])
+    if ends != (0, shard.num_tokens) or (np.diff(borders) < 0).any():
+        raise UserError(
+            f"{path} holds borders that do not ascend from 0 to {shard.num_tokens}, the tokens "
+            f"that its manifest names; a document lies between two of them; {REWRITE}"
+        )
     return borders

@@ -97,12 +97,28 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} is not a manifest of tokens: {place}: {first['msg']}; "
             "write the folder again with `olmo-jax data tokenize`"
         ) from None
+    if foreign := [name for name in file_names(manifest) if not is_name(name)]:
+        raise UserError(
+            f"{path} names the file {foreign[0]!r}, which is no file of its folder; a manifest has "
+            "names only, and nothing outside is read; write the folder again with "
+            "`olmo-jax data tokenize`"
+        )
     if manifest.fingerprint != expected_fingerprint(manifest):
         raise UserError(
             f"{path} does not agree with its own fingerprint {manifest.fingerprint[:12]}, so it "
             "was changed by hand; write the folder again with `olmo-jax data tokenize`"
         )
     return manifest
+
+
+def file_names(manifest: Manifest) -> list[str]:
+    """Return the files that a manifest names."""
+    return [name for shard in manifest.files for name in (shard.tokens, shard.documents)]
+
+
+def is_name(text: str) -> bool:
+    """Say whether a text is the name of a file in a folder, and no path to another place."""
+    return text not in ("", ".", "..") and not {"/", "\\", "\0"} & set(text)
 
 
 def expected_fingerprint(manifest: Manifest) -> str:

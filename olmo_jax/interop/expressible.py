@@ -7,7 +7,7 @@ from typing import Any
 from olmo_jax.config.messages import listing, show, together
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.errors import UserError
-from olmo_jax.interop.olmo3moe import ARCHITECTURE
+from olmo_jax.interop.olmo3moe import ARCHITECTURE, config_fields, model_config
 from olmo_jax.interop.rotary import FULL, rope_parameters, yarn_agrees
 from olmo_jax.interop.windows import windows_of
 
@@ -100,6 +100,18 @@ _RULES: tuple[Callable[[ModelConfig], Iterator[str]], ...] = (
     _one_window,
     _rotation,
 )
+
+
+def exchanged(model: ModelConfig) -> ModelConfig:
+    """Return the config that a model's export is read back as, itself where there is no export.
+
+    Some models have several configs, such as one base of rotary positions for all layers.
+    """
+    router = model.router.model_copy(update={"bias_gamma": None, "score_correction_bias": False})
+    without_bias = model.model_copy(update={"router": router})
+    if any(fault for rule in _RULES for fault in rule(without_bias)):
+        return model
+    return model_config(config_fields(without_bias))
 
 
 def check_expressible(model: ModelConfig) -> None:

@@ -1,6 +1,7 @@
 """A folder as Hugging Face lays it out: config.json beside safetensors, whole or in shards."""
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from olmo_jax.data.token_manifest import is_name
 from olmo_jax.errors import UserError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -18,7 +20,7 @@ def _object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}; write a JSON object") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds {type(value).__name__}, not an object; write a JSON object")
@@ -46,6 +48,11 @@ def _shards(folder: Path) -> dict[str, list[str]]:
         raise UserError(f"{folder / INDEX} has no weight_map from tensor names to files; write one")
     shards: dict[str, list[str]] = {}
     for name, file in places.items():
+        if not is_name(file):
+            raise UserError(
+                f"{folder / INDEX} places {name} in {file!r}, which is no file of its folder; an "
+                "index has names only, and nothing outside is read; write the name of a file there"
+            )
         shards.setdefault(file, []).append(name)
     return shards
 
@@ -80,6 +87,11 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 def write(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
     """Write config.json and model.safetensors; the tensors must be contiguous."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    weights = folder / WEIGHTS
+    weights.touch()
+    mode = weights.stat().st_mode
+    save_file(dict(tensors), weights, metadata={"format": "pt"})
+    # The writer puts a file of its own there, which nobody else may read whatever the umask is.
+    weights.chmod(stat.S_IMODE(mode))
     text = json.dumps(fields, indent=2, sort_keys=True)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")

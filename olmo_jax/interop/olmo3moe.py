@@ -15,11 +15,14 @@ from olmo_jax.config.records import (
     Config,
     Count,
     InitConfig,
+    Layers,
     ModelConfig,
     Natural,
     Positive,
     RopeConfig,
     RouterConfig,
+    SmallCount,
+    SmallNatural,
     WindowConfig,
 )
 from olmo_jax.errors import UserError
@@ -38,16 +41,16 @@ class Fields(BaseModel):
     vocab_size: Count = 50304
     hidden_size: Count = 4096
     attention_hidden_size: Count | None = 4096
-    head_dim: Count | None = None
+    head_dim: SmallCount | None = None
     dense_mlp_intermediate_size: Natural | None = 11008
     moe_intermediate_size: Natural = 2048
     shared_expert_intermediate_size: Count | None = 2048
-    n_routed_experts: Natural = 64
-    num_experts_per_tok: Natural = 4
-    original_num_experts_per_tok: Count | None = None
-    num_hidden_layers: Count = 32
-    num_attention_heads: Count = 32
-    num_key_value_heads: Count | None = None
+    n_routed_experts: SmallNatural = 64
+    num_experts_per_tok: SmallNatural = 4
+    original_num_experts_per_tok: SmallCount | None = None
+    num_hidden_layers: Layers = 32
+    num_attention_heads: SmallCount = 32
+    num_key_value_heads: SmallCount | None = None
     gating_function: Literal["softmax", "sigmoid"] = "softmax"
     normalize_expert_weights: Positive | None = 1.0
     restore_weight_scale: bool = True
@@ -134,6 +137,14 @@ def _foreign(fields: Mapping[str, Any]) -> Iterator[str]:
 def _fault(name: str, error: ErrorDetails) -> str:
     text = error["msg"]
     return f"{name}={show(error['input'])} is not supported: {text[0].lower()}{text[1:]}"
+
+
+def _unheld(error: ErrorDetails) -> str:
+    key, text = ".".join(map(str, error["loc"])), error["msg"]
+    return (
+        f"the fields of config.json make model.{key}={show(error['input'])}, which is not "
+        f"supported: {text[0].lower()}{text[1:]}"
+    )
 
 
 def _typed(fields: Mapping[str, Any]) -> Fields:
@@ -268,7 +279,11 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     """
     if found := [*_architecture(fields)] or [*_foreign(fields)]:
         raise UserError(together(found))
-    model = _model(_typed(fields))
+    try:
+        model = _model(_typed(fields))
+    except ValidationError as error:
+        # What follows from several fields, such as the width of a head.
+        raise UserError(together([_unheld(each) for each in error.errors()])) from None
     if found := [fault for rule in _MODEL_RULES for fault in rule(Config(model=model))]:
         raise UserError(together(found))
     return model

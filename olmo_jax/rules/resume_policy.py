@@ -12,8 +12,8 @@ from olmo_jax.mesh.axes import DENSE_DATA_AXES
 Verdict = Literal["may", "never", "seed", "data", "content"]
 """`seed` and `data` may change with that flag; `content` may change, what it names may not."""
 
-ALLOWABLE = ("seed", "data", "tokenizer")
-"""What --allow-change takes."""
+ALLOWABLE = ("seed", "data", "tokenizer", "model")
+"""What --allow-change takes; `model` only where weights start another run, or are evaluated."""
 
 
 class Rule(NamedTuple):
@@ -74,7 +74,7 @@ def rule_of(key: str) -> Rule:
     return next(RULES[name] for name in names if name in RULES)
 
 
-def keys() -> list[str]:
+def compared_keys() -> list[str]:
     """Return every dotted key that holds a value: what is compared, lists as a whole."""
     every = list(known_keys())
     return [key for key in every if not any(other.startswith(f"{key}.") for other in every)]
@@ -84,7 +84,8 @@ def changes(before: Mapping[str, Any], now: Config) -> list[Change]:
     """Return what differs from the config of a checkpoint; a key that it lacks had its default."""
     default, new = Config().model_dump(mode="json"), now.model_dump(mode="json")
     found = [
-        Change(key, _value(before, key, _value(default, key)), _value(new, key)) for key in keys()
+        Change(key, _value(before, key, _value(default, key)), _value(new, key))
+        for key in compared_keys()
     ]
     return [change for change in found if change.before != change.now]
 

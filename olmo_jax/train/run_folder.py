@@ -22,11 +22,31 @@ CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 
 
+def refuse_unusable(run_dir: Path) -> None:
+    """Refuse a path that a checkpoint cannot be written to, before anything is.
+
+    Orbax looks for what its processes wrote by a pattern that begins with the path.
+
+    Raises: UserError.
+    """
+    path = str(run_dir.absolute())
+    if found := [sign for sign in _PATTERN_SIGNS if sign in path]:
+        raise UserError(
+            f"run_dir={run_dir} is {path} and has {' '.join(found)}; Orbax takes "
+            f"{' '.join(_PATTERN_SIGNS)} in a path for a pattern of several; write a run_dir "
+            "without"
+        )
+
+
+_PATTERN_SIGNS = ("*", "?", "[", "\\")
+
+
 def refuse_foreign(run_dir: Path) -> None:
     """Refuse a file, and a folder with what a run would write but no run's config.
 
     Raises: UserError.
     """
+    refuse_unusable(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"run_dir={run_dir} is a file; a run writes a folder; write another name")
     if (run_dir / CONFIG).exists():
@@ -64,7 +84,9 @@ def replace(path: Path, content: bytes) -> None:
     # never stands for a file whose content is not on the disk.
     new = path.with_name(f".{path.name}.new")
     try:
-        with new.open("wb") as file:
+        # Left by a kill, or a link of somebody's: nothing is written through it.
+        new.unlink(missing_ok=True)
+        with new.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -115,8 +137,15 @@ class Lock:
         #     C                                           open, flock: a new file of that name
         #
         # B compares its file with what has the name now, lets go, and opens that one.
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise self._linked() from None
+        try:
+            if os.fstat(file).st_nlink > 1:
+                raise self._linked()
             self._lock(file)
             # Held by nobody that comes later, who makes a new file.
             if not self._is_there(file):
@@ -143,22 +172,42 @@ class Lock:
             if error.errno not in _NO_LOCKS:
                 raise
 
+    def _linked(self) -> UserError:
+        return UserError(
+            f"{self._path} is a link; a run writes into a lock of its own, and into nothing that "
+            "a link leads to; remove it"
+        )
+
     def _is_there(self, file: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(file), self._path.stat())
-        except FileNotFoundError:
+            return os.path.samestat(os.fstat(file), self._path.lstat())
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
+    def refuse_lost(self) -> None:
+        """Refuse to write on once the folder of that name is not the one that is held.
+
+        Raises: UserError if it was removed or replaced; never where no lock is held.
+        """
+        if self._file is None or self._is_there(self._file):
+            return
+        raise UserError(
+            f"run_dir={self._run_dir} was removed or replaced while this run wrote to it: "
+            f"{LOCK} there is not its own; a run writes into its own folder only, so nothing more "
+            "is written; start it again, in another run_dir if a run is in that one now"
+        )
+
     def free(self) -> None:
-        """Free the lock, if it is held."""
+        """Free the lock, if it is held; another run's lock in its place stays."""
         if self._file is None:
             return
         # The name goes before the lock: who opens the file after this makes a new one.
         with suppress(OSError):
-            self._path.unlink()
-            if self._made:
-                # Refused if it holds anything.
-                self._run_dir.rmdir()
+            if self._is_there(self._file):
+                self._path.unlink()
+                if self._made:
+                    # Refused if it holds anything.
+                    self._run_dir.rmdir()
         os.close(self._file)
         self._file = None
 

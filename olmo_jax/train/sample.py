@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from olmo_jax.checkpoint import restore_weights
+from olmo_jax.checkpoint import model_of, read_saved, refuse_edited, restore_weights
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.data.tokenize import find_eos, read_tokenizer_file
 from olmo_jax.errors import UserError
@@ -29,19 +29,23 @@ def sample(run_dir: Path, text: str, *, num_tokens: int, temperature: float, see
     Temperature 0 takes the likeliest token. What is longer than a training sequence is truncated on
     the left.
 
-    Raises: UserError if the run has no weights or no tokenizer.
+    Raises: UserError if the run has no weights or no tokenizer, or if its config.yaml or
+        tokenizer.json is not that of its weights.
     """
     config = run_folder.load_config(run_dir)
+    saved = read_saved(run_dir)
+    refuse_edited(saved)
     tokenizer = read_tokenizer(run_dir)
     refuse_undecodable(text)
     prompt = tokenizer.encode(text, add_special_tokens=False).ids or [find_eos(tokenizer)]
     limit = config.train.sequence_length
     length = min(limit, -(-(len(prompt) + num_tokens) // LENGTH_UNIT) * LENGTH_UNIT)
-    params = restored(run_dir, config.model)
+    model = model_of(saved)
+    params = restored(run_dir, model, saved.position.step)
 
     @jax.jit
     def compiled(weights: Params, tokens: jax.Array, position: jax.Array) -> jax.Array:
-        return apply(config.model, weights, tokens[None])[0, position]
+        return apply(model, weights, tokens[None])[0, position]
 
     def next_logits(tokens: np.ndarray, position: int) -> np.ndarray:
         logits = compiled(params, jnp.asarray(tokens), jnp.asarray(position))
@@ -52,15 +56,15 @@ def sample(run_dir: Path, text: str, *, num_tokens: int, temperature: float, see
     return tokenizer.decode(ids)
 
 
-def restored(run_dir: Path, model: ModelConfig) -> dict[str, jax.Array]:
-    """Return a run's last weights on one device."""
+def restored(run_dir: Path, model: ModelConfig, step: int) -> dict[str, jax.Array]:
+    """Return a run's weights after a step on one device."""
     params, expert_bias = jax.eval_shape(lambda: initialise(model, 0))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = {
         name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=device)
         for name, leaf in {**params, **expert_bias}.items()
     }
-    return restore_weights(run_dir, shapes)
+    return restore_weights(run_dir, shapes, step)
 
 
 def refuse_undecodable(text: str) -> None:

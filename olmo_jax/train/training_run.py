@@ -13,6 +13,7 @@ from rich.console import Console
 
 from olmo_jax.arch.flops import flops_per_token
 from olmo_jax.checkpoint import (
+    RUN_ID,
     Checkpoints,
     Position,
     Saved,
@@ -44,6 +45,7 @@ from olmo_jax.train.progress import (
     say,
     waiting,
 )
+from olmo_jax.train.run_id import identify
 from olmo_jax.train.state import State
 from olmo_jax.train.trace import Trace
 
@@ -92,7 +94,16 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
     run_dir = Path(config.run_dir)
     run_folder.refuse_foreign(run_dir)
     # The lock first: from here nothing in the folder changes but by this run.
-    with held(config), Checkpoints(run_dir, config.checkpoint) as checkpoints:
+    with (
+        held(config) as lock,
+        Checkpoints(
+            run_dir,
+            config.checkpoint,
+            refuse_lost=lock.refuse_lost,
+            tell=partial(say, console),
+        ) as checkpoints,
+    ):
+        checkpoints.name_foreign()
         earlier = last_checkpoint(checkpoints, config)
         if earlier is not None:
             resume.refuse_config(earlier, config, allowed)
@@ -106,15 +117,15 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
 
 
 @contextmanager
-def held(config: Config) -> Iterator[None]:
-    """Keep every other run out of the run folder, from the first process for all.
+def held(config: Config) -> Iterator[run_folder.Lock]:
+    """Keep every other run out of the run folder, from the first process for all: its lock.
 
     Raises: UserError if another run is in it.
     """
     lock = run_folder.Lock(Path(config.run_dir))
     try:
         from_first("lock of the run folder", lock.take, config.train.first_step_timeout_s)
-        yield
+        yield lock
     finally:
         lock.free()
 
@@ -167,22 +178,29 @@ def prepared(
     facts = resume.facts_of(corpus)
     other = [] if earlier is None else resume.refuse_facts(earlier, facts, allowed)
     program = build_here(config)
-    if earlier is None:
-        refuse_start(program)
+    started = refuse_start(program, facts, allowed) if earlier is None else []
     table = device_table(program.device_mesh)
     from_first(
         "run folder",
         lambda: str(run_folder.create(program.config, table, corpus.tokenizer_path)),
         config.train.first_step_timeout_s,
     )
+    run_id = from_first(
+        "run id",
+        partial(identify, Path(config.run_dir)),
+        config.train.first_step_timeout_s,
+    )
     introduce(console, program)
+    for text in started:
+        say(console, f"allowed: another than that of {text}")
     if earlier is not None:
         for text in resume.said(earlier, program.config, other):
             say(console, text)
     position = earlier.position if earlier else START
     begun = horizon.first(program.config, earlier)
     held_out = held_out_batches(corpus, program)
-    return Run(console, checkpoints, program, corpus, held_out, facts, position, begun)
+    known = {**facts, RUN_ID: run_id} if run_id else facts
+    return Run(console, checkpoints, program, corpus, held_out, known, position, begun)
 
 
 def held_out_batches(corpus: Corpus, program: Program) -> list[Batch]:
@@ -221,6 +239,8 @@ def carry_out(run: Run) -> None:
     limits = (train.first_step_timeout_s, train.step_timeout_s)
     with Watchdog(run.run_dir, jax.process_index(), jax.process_count(), *limits) as watchdog:
         state = state_before(run, watchdog)
+        # Compiling took a while.
+        run.checkpoints.refuse_lost()
         from_first(
             "metrics", lambda: truncate_metrics(run.console, metrics, run.position.step), limits[0]
         )
@@ -230,6 +250,7 @@ def carry_out(run: Run) -> None:
             recorder = take_steps(run, state, stop, watchdog)
             watchdog.phase("writing the checkpoint")
             with waiting(run.console, "writing report and checkpoint"):
+                run.checkpoints.refuse_lost()
                 if is_first():
                     draw(read(metrics), run.run_dir / run_folder.REPORT)
                 run.checkpoints.wait()

@@ -1,6 +1,7 @@
 """A run's checkpoints: bit for bit onto any mesh, strict, and written behind the steps."""
 
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,13 +13,22 @@ import numpy as np
 import optax
 import pytest
 
-from olmo_jax.checkpoint import Checkpoints, Position, read_saved, restore_weights
+from olmo_jax.checkpoint import (
+    RUN_ID,
+    Checkpoints,
+    Position,
+    folders,
+    read_saved,
+    reading,
+    restore_weights,
+)
 from olmo_jax.checkpoint.leaves import flat, stored
 from olmo_jax.config.records import CheckpointConfig, Config
 from olmo_jax.errors import UserError
 from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.mesh.specs import REPLICATED
 from olmo_jax.train.program import Program, build
+from olmo_jax.train.run_folder import Lock
 from tests.cases import tiny
 from tests.checkpoint.states import (
     FACTS,
@@ -269,6 +279,93 @@ def test_a_step_that_is_there_is_not_written_again(tmp_path: Path, program, stat
     other = random_state(program, seed=1)
     write(tmp_path, program.config, other, 2)
     assert_same_bits(restored(tmp_path, program)[0], other)
+
+
+def test_a_linked_checkpoint_is_read_and_never_removed(tmp_path: Path, program, state) -> None:
+    run_dir, away = tmp_path / "run", tmp_path / "large" / "step_1"
+    write(run_dir, program.config, state, 1)
+    link = run_dir / "checkpoints" / "step_1"
+    shutil.copytree(link, away)
+    shutil.rmtree(link)
+    link.symlink_to(away)
+    before = {path: path.is_dir() or path.read_bytes() for path in away.rglob("*")}
+    assert_same_bits(restored(run_dir, program)[0], state)
+    told: list[str] = []
+    with Checkpoints(run_dir, CheckpointConfig(keep=1), tell=told.append) as checkpoints:
+        for step in (2, 3, 4):
+            checkpoints.save(state, Position(step, 1, 1), config=program.config, facts=FACTS)
+    assert told == [f"warning: {link} is a link: what it leads to is read and never removed"]
+    # The link takes no place of the ones that are kept.
+    assert folders.steps(run_dir) == [1, 4]
+    assert {path: path.is_dir() or path.read_bytes() for path in away.rglob("*")} == before
+    assert_same_bits(restored(run_dir, program, 1)[0], state)
+
+
+def test_another_runs_checkpoint_is_neither_counted_nor_removed(
+    tmp_path: Path, program, state
+) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir).mkdir()
+    (run_dir / RUN_ID).write_text("a")
+    write(tmp_path / "other", program.config, state, 1, 9)
+    told: list[str] = []
+    keep = CheckpointConfig(keep=1)
+    with Checkpoints(run_dir, keep, tell=told.append) as checkpoints:
+        for step in (2, 3, 4):
+            facts = {**FACTS, RUN_ID: "a"}
+            checkpoints.save(state, Position(step, 1, 1), config=program.config, facts=facts)
+            if step == 2:
+                for name in ("step_1", "step_9"):
+                    copy = run_dir / "checkpoints" / name
+                    shutil.copytree(tmp_path / "other" / "checkpoints" / name, copy)
+    assert folders.steps(run_dir) == [4]
+    assert folders.foreign_steps(run_dir) == [1, 9]
+    assert [text.partition(" is a ")[2] for text in told] == [
+        "checkpoint of another run: it is neither resumed from nor removed"
+    ] * 2
+    assert read_saved(run_dir).position.step == 4
+
+
+def test_a_run_whose_folder_is_another_one_saves_and_removes_nothing(
+    tmp_path: Path, program, state
+) -> None:
+    run_dir, gone = tmp_path / "run", tmp_path / "gone"
+    lock, second = Lock(run_dir), Lock(run_dir)
+    lock.take()
+    checkpoints = Checkpoints(run_dir, CheckpointConfig(keep=1), refuse_lost=lock.refuse_lost)
+    checkpoints.__enter__()
+    facts = {"config": program.config, "facts": FACTS}
+    for step in (1, 2):
+        checkpoints.save(state, Position(step, 1, 1), **facts)
+    checkpoints.wait(prune=False)
+    checkpoints.save(state, Position(3, 1, 1), **facts)
+    checkpoints._writer.wait_until_finished()
+    # Somebody takes the folder away, and starts a run there.
+    run_dir.rename(gone)
+    second.take()
+    shutil.copytree(gone / "checkpoints", run_dir / "checkpoints")
+    unfinished = run_dir / "checkpoints" / "step_8.orbax-checkpoint-tmp-1"
+    unfinished.mkdir()
+    there = sorted(run_dir.rglob("*"))
+    # Neither what the last save made superfluous goes, nor does another one come.
+    for act in (checkpoints.wait, lambda: checkpoints.save(state, Position(4, 1, 1), **facts)):
+        with pytest.raises(UserError, match=r"run was removed or replaced while this run"):
+            act()
+        checkpoints._writing = 3
+    checkpoints.__exit__(UserError, UserError("lost"), None)
+    lock.free()
+    assert sorted(run_dir.rglob("*")) == there
+    second.free()
+
+
+@pytest.mark.parametrize("name", ["e#b", "e%41", "e|b", "e?b", "e*b", "e b:@", "{e}", "e]"])
+def test_a_checkpoint_is_verified_wherever_it_lies(
+    run_dir: Path, tmp_path: Path, name: str
+) -> None:
+    moved = shutil.copytree(run_dir, tmp_path / name)
+    saved = read_saved(moved)
+    for key, leaf in saved.leaves.items():
+        assert reading.checksum_of(saved, key) == leaf.checksum
 
 
 def test_the_skip_rules_window_may_change(run_dir: Path, program_of, state) -> None:

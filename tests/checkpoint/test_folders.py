@@ -1,10 +1,11 @@
 """Which folders count as checkpoints, and which go."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from olmo_jax.checkpoint import folders, manifest
+from olmo_jax.checkpoint import RUN_ID, folders, manifest
 from olmo_jax.errors import UserError
 
 
@@ -109,3 +110,81 @@ def test_a_bucket_keeps_both_slashes(monkeypatch) -> None:
     assert (
         str(folders.folder_of(Path("gs://bucket/run"), 3)) == "gs://bucket/run/checkpoints/step_3"
     )
+
+
+def of_run(run_dir: Path, step: int, run_id: str | None) -> Path:
+    """Make a whole checkpoint that a run with this id wrote, None for an old version."""
+    folder = make(run_dir, f"step_{step}")
+    facts = {} if run_id is None else {RUN_ID: run_id}
+    (folder / "manifest" / "manifest.json").write_text(json.dumps({"facts": facts}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("known", "runs", "own"),
+    [
+        ("a", {1: "a", 2: "b", 3: None, 4: "a"}, [1, 4]),
+        ("a", {7: "b"}, []),
+        # A run of an old version has no id.
+        (None, {1: None, 2: None}, [1, 2]),
+        (None, {1: None, 2: "b"}, [1]),
+        # Checkpoints that were moved without the rest of their run folder.
+        (None, {1: "a", 2: "a"}, [1, 2]),
+        (None, {1: "a", 2: "b"}, [1]),
+    ],
+)
+def test_a_checkpoint_belongs_to_a_run_by_its_id(
+    tmp_path: Path, known: str | None, runs: dict[int, str | None], own: list[int]
+) -> None:
+    if known is not None:
+        (tmp_path / RUN_ID).write_text(f"{known}\n")
+    for step, run_id in runs.items():
+        of_run(tmp_path, step, run_id)
+    assert folders.steps(tmp_path) == own
+    assert folders.foreign_steps(tmp_path) == [step for step in runs if step not in own]
+    if own:
+        assert folders.find(tmp_path).name == f"step_{own[-1]}"
+    # Its folder itself names any.
+    for step in runs:
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        assert folders.find(folder) == folders.path_of(folder)
+
+
+def test_a_damaged_checkpoint_is_the_runs_own_and_a_replaced_one_is_read_anew(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / RUN_ID).write_text("a")
+    damaged = of_run(tmp_path, 3, "b")
+    assert folders.steps(tmp_path) == []
+    (damaged / "manifest" / "manifest.json").write_text("{")
+    assert folders.steps(tmp_path) == [3]
+
+
+def test_nothing_is_written_over_a_link_or_another_runs_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / RUN_ID).write_text("a")
+    own, foreign = of_run(tmp_path, 1, "a"), of_run(tmp_path, 2, "b")
+    (tmp_path / "checkpoints" / "step_3").symlink_to(own)
+    folders.refuse_foreign(folders.path_of(own))
+    with pytest.raises(UserError, match=r"step_2 is a checkpoint of another run; .* move it away"):
+        folders.refuse_foreign(folders.path_of(foreign))
+    with pytest.raises(UserError, match=r"step_3 is a link; .* move it away"):
+        folders.refuse_foreign(folders.folder_of(tmp_path, 3))
+
+
+def test_what_a_link_leads_to_is_never_removed_as_unfinished(tmp_path: Path) -> None:
+    away = make(tmp_path / "large", "step_3", mark=False)
+    root = make(tmp_path / "run", "step_2").parent
+    for name in ("step_3", "step_4.orbax-checkpoint-tmp"):
+        (root / name).symlink_to(away)
+    folders.remove_unfinished(tmp_path / "run")
+    assert sorted(path.name for path in root.iterdir()) == [
+        "step_2",
+        "step_3",
+        "step_4.orbax-checkpoint-tmp",
+    ]
+    assert (away / "manifest" / "manifest.json").exists()
+
+
+def test_a_path_that_orbax_cannot_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has a backslash, which Orbax takes for a sign"):
+        folders.steps(tmp_path / "a\\b")

@@ -1,6 +1,8 @@
 """The commands that look at checkpoints: what they print, and their exit codes."""
 
+import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import chex
@@ -9,9 +11,11 @@ import numpy as np
 import pytest
 
 from olmo_jax import cli
-from olmo_jax.checkpoint import Checkpoints, Position, inspection, read_saved
+from olmo_jax.checkpoint import Checkpoints, Position, identity, inspection, read_saved
 from olmo_jax.checkpoint.leaves import Key
 from olmo_jax.config.records import CheckpointConfig, RouterConfig
+from olmo_jax.config_file import to_yaml
+from olmo_jax.errors import UserError
 from olmo_jax.interop import huggingface
 from olmo_jax.runtime import environment
 from tests.cases import weights_of
@@ -38,7 +42,8 @@ def run_dir(tmp_path_factory, program_of) -> Path:
     with Checkpoints(folder, CheckpointConfig()) as checkpoints:
         for step, one in ((2, state), (4, other)):
             position = Position(step, 8 * step, 1000 * step)
-            checkpoints.save(one, position, config=CONFIG, facts=FACTS)
+            facts = {**FACTS, "tokenizer": hashlib.sha256(b"{}").hexdigest()}
+            checkpoints.save(one, position, config=CONFIG, facts=facts)
     return folder
 
 
@@ -128,6 +133,27 @@ def test_exported_weights_are_read_back_by_their_class(run_dir: Path, tmp_path, 
     code, _, err = call(capsys, "export-weights", run_dir, tmp_path / "hf")
     assert code == 1
     assert "is there already and not empty" in err
+
+
+def test_an_edited_run_folder_is_not_exported(run_dir: Path, tmp_path, capsys) -> None:
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    model = CONFIG.model.model_copy(update={"norm_eps": 1e-3, "embedding_scale": 2.0})
+    (run / "config.yaml").write_text(to_yaml(CONFIG.model_copy(update={"model": model})))
+    code, _, err = call(capsys, "export-weights", run, tmp_path / "hf")
+    assert code == 1
+    assert "config.yaml has model.norm_eps=0.001, and the weights of " in err
+    assert "write model.embedding_scale=sqrt_d_model there" in err
+    (run / "config.yaml").write_text(to_yaml(CONFIG))
+    (run / "tokenizer.json").write_text("{ }")
+    code, _, err = call(capsys, "export-weights", run, tmp_path / "hf")
+    assert code == 1
+    assert "copy the tokenizer.json of the run's data there" in err
+    assert not (tmp_path / "hf").exists()
+    # A checkpoint that another version wrote, with a key that is not known here.
+    saved = read_saved(run_dir)
+    other = {**saved.config, "model": {**saved.config["model"], "num_heads": 0}}
+    with pytest.raises(UserError, match=r"step_4 has another model.*model.num_heads=0 is below 1"):
+        identity.model_of(replace(saved, config=other))
 
 
 def test_what_hugging_face_cannot_say_is_refused(tmp_path: Path, program_of, capsys) -> None:

@@ -1,14 +1,15 @@
 import itertools
 import re
+import shutil
 from pathlib import Path
-from shutil import copytree
 
 import numpy as np
 import pytest
 from numpy.lib import format as npy
 
-from olmo_jax.data import shards
+from olmo_jax.data.shards import file_digest
 from olmo_jax.data.sources import held
+from olmo_jax.data.token_manifest import expected_fingerprint, read_manifest, write_manifest
 from olmo_jax.errors import UserError
 from tests.data.folders import TEXTS, counting, open_folders, write_folder
 
@@ -145,6 +146,31 @@ def test_few_evaluation_batches_come_from_all_over_the_held_out_documents(tmp_pa
     assert tokens[0, 0] < 50 < tokens[-1, 0]
 
 
+def test_an_evaluation_in_which_no_label_counts_is_refused(tmp_path):
+    folder = write_folder(tmp_path / "a", [[i, i, i] for i in range(1, 40)])
+    held_out = open_folders(folder, eval_fraction=0.3).sources[0].held_out
+    places = np.concatenate(
+        [
+            np.arange(start, start + size)
+            for start, size in zip(held_out.start, np.diff(held_out.ends, prepend=0), strict=True)
+        ]
+    )
+    mask = np.ones(4 * 39, bool)
+    for counts in (0, 1):
+        mask[places] = False
+        # The first token of a row is no target.
+        mask[places[: 2 * counts]] = True
+        np.save(tmp_path / "mask.npy", mask)
+        corpus = open_folders(folder, eval_fraction=0.3, label_mask=str(tmp_path / "mask.npy"))
+        if counts:
+            assert sum((batch.labels != -100).sum() for batch in corpus.held_out(2, 40)) == 1
+            continue
+        with pytest.raises(
+            UserError, match=r"none of the \d+ rows of held-out documents has a lab"
+        ):
+            corpus.held_out(2, 40)
+
+
 def test_a_label_mask_is_cut_along_the_tokens(tmp_path):
     folder = write_folder(tmp_path / "a", [list(range(1, 40))])
     mask = np.arange(40) % 3 != 0
@@ -268,6 +294,54 @@ def test_bytes_past_the_end_and_other_borders_are_noticed(tmp_path):
         open_folders(folder)
 
 
+def forged(folder: Path, borders: np.ndarray | None = None, **changed: object) -> Path:
+    """Change a shard of a folder's manifest, and make the manifest agree with itself again."""
+    manifest = read_manifest(folder)
+    (shard,) = manifest.files
+    if borders is not None:
+        np.save(folder / shard.documents, borders)
+        changed["documents_sha256"] = file_digest(folder / shard.documents)
+    files = (shard.model_copy(update=changed),)
+    manifest = manifest.model_copy(update={"files": files})
+    fingerprint = expected_fingerprint(manifest)
+    write_manifest(folder, manifest.model_copy(update={"fingerprint": fingerprint}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_documents": 21}, r"holds int64\[21\]; 21 documents, .* have int64\[22\] borders"),
+        ({"num_documents": 10**9}, r"holds int64\[21\]; 1000000000 documents"),
+        ({"num_documents": 3}, r"holds int64\[21\]; 3 documents"),
+        ({"borders": np.arange(0, 84, 4.0)}, r"holds float64\[21\]"),
+        ({"borders": np.zeros((21, 2), np.int64)}, r"holds int64\[21, 2\]"),
+        ({"borders": np.arange(4, 88, 4)}, "holds borders that do not ascend from 0 to 80"),
+        ({"borders": np.arange(0, 84, 4) * 100}, "holds borders that do not ascend from 0 to 80"),
+        (
+            {"borders": np.array([0, 900, *range(8, 84, 4)])},
+            "holds borders that do not ascend from 0 to 80",
+        ),
+    ],
+    ids=str,
+)
+def test_borders_that_do_not_fit_their_tokens_are_refused(tmp_path, change, words):
+    folder = forged(write_folder(tmp_path / "a", [[1, 2, 3]] * 20), **change)
+    with pytest.raises(UserError, match=rf"documents_00000\.npy {words}"):
+        open_folders(folder, eval_fraction=0.1)
+
+
+@pytest.mark.parametrize("key", ["tokens", "documents"])
+@pytest.mark.parametrize("where", ["../secret/{}", "/etc/{}", "below/{}", "..", ".", "", "a\\{}"])
+def test_a_manifest_that_names_what_is_outside_of_its_folder_is_refused(tmp_path, key, where):
+    folder = write_folder(tmp_path / "a", [[1, 2, 3]] * 20)
+    shutil.copytree(folder, tmp_path / "secret")
+    name = getattr(read_manifest(folder).files[0], key)
+    forged(folder, **{key: where.format(name)})
+    with pytest.raises(UserError, match=r"names the file '.*', which is no file of its folder"):
+        open_folders(folder, eval_fraction=0.1)
+
+
 def test_what_is_wrong_with_the_request_is_said_when_it_is_opened(tmp_path):
     a = counting(tmp_path / "a", 10, 4)
     b = write_folder(tmp_path / "b", [[1, 2]])
@@ -312,7 +386,7 @@ def test_tokens_are_named_once_however_they_are_spelled(tmp_path, monkeypatch):
     a, b = counting(tmp_path / "a", 10, 4), counting(tmp_path / "a" / "b", 10, 4, first=41)
     (tmp_path / "link").symlink_to(a)
     copy = tmp_path / "copy"
-    copytree(a, copy)
+    shutil.copytree(a, copy)
     file, copied = Path("a/tokens_00000.npy"), copy / "tokens_00000.npy"
     again = [(a, a), (a, Path("a")), (a, Path("a/../a")), (a, Path("link")), (a, file), (file, a)]
     again += [(a, copy), (a, copied), (file, copy), (file, copied)]

@@ -1,6 +1,7 @@
 """Folders of safetensors: whole, in shards, in half precision, and broken ones."""
 
 import json
+import os
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from olmo_jax.errors import UserError
-from olmo_jax.interop.files import INDEX, WEIGHTS, read_config, read_tensors, write
+from olmo_jax.interop.files import CONFIG, INDEX, WEIGHTS, read_config, read_tensors, write
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32)}
 
@@ -41,7 +42,16 @@ def test_a_folder_without_its_files_is_refused(tmp_path):
         read_tensors(tmp_path)
 
 
-@pytest.mark.parametrize(("text", "words"), [("{", "is not JSON"), ("[1]", "holds list")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "holds list"),
+        ("9" * 9999, "is not JSON"),
+        ("[" * 99_999, "is not JSON"),
+    ],
+    ids=len,
+)
 def test_a_config_that_is_no_object_is_refused(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=words):
@@ -66,6 +76,26 @@ def test_an_index_without_a_map_is_refused(tmp_path):
     (tmp_path / INDEX).write_text("{}")
     with pytest.raises(UserError, match="has no weight_map"):
         read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../1.safetensors", "/etc/1.safetensors", "..", ""])
+def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path, file):
+    (tmp_path / "hf").mkdir()
+    save_file(TENSORS, tmp_path / "1.safetensors")
+    (tmp_path / "hf" / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(UserError, match=r"places a in '.*', which is no file of its folder"):
+        read_tensors(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_what_is_written_may_be_read_by_whom_the_umask_lets(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        write(tmp_path, {}, TENSORS)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys((CONFIG, WEIGHTS), 0o666 & ~mask)
 
 
 def test_a_truncated_file_is_refused(tmp_path):

@@ -1,12 +1,13 @@
 """The config of Olmo3MoeForCausalLM: what changes a number is read, or refused by name."""
 
 import math
+from contextlib import suppress
 
 import pytest
 
 from olmo_jax.config.records import ModelConfig, RopeConfig, RouterConfig, WindowConfig
 from olmo_jax.errors import UserError
-from olmo_jax.interop.olmo3moe import config_fields, model_config
+from olmo_jax.interop.olmo3moe import Fields, config_fields, model_config
 from olmo_jax.interop.rotary import FULL, SLIDING
 from tests.interop.small import hf_fields, small
 
@@ -87,6 +88,12 @@ def test_a_layer_type_without_counterpart_is_refused(kind):
         ({"attention_gate_type": "column"}, ["attention_gate_type=column", "'headwise'"]),
         ({"gating_function": "topk_softmax"}, ["gating_function=topk_softmax", "'sigmoid'"]),
         ({"hidden_size": "8"}, ["hidden_size='8'", "valid integer"]),
+        (
+            {"n_routed_experts": 10**9},
+            ["n_routed_experts=1000000000", "less than or equal to 65536"],
+        ),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000", "equal to 1000"]),
+        ({"head_dim": None, "attention_hidden_size": 1}, ["make model.head_dim=0", "equal to 1"]),
         ({"dtype": "float16"}, ["dtype=float16", "'bfloat16'"]),
         ({"dense_layers_indices": [0, 2]}, ["dense_layers_indices=[0, 2]", "reads [0, 1]"]),
         ({"layer_types": [FULL]}, ["layer_types lists 1", "num_hidden_layers=4", "list 4"]),
@@ -106,6 +113,17 @@ def test_a_field_without_counterpart_is_refused_by_name(fields, words):
     with pytest.raises(UserError) as caught:
         model_config(hf_fields(**fields))
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+VALUES = [0, -1, 10**9, 2**31, 10**30, 1.5, 1e300, math.nan, "x", None, True, [], [1], {}]
+VALUES += [{"rope_type": "llama3", "factor": 0}, {"rope_theta": "a"}, {"rope_type": []}]
+
+
+def test_no_value_of_a_field_ends_in_anything_but_a_model_or_a_message():
+    for name in [*Fields.model_fields, "architectures", "model_type"]:
+        for value in VALUES:
+            with suppress(UserError):
+                model_config(hf_fields(**{name: value}))
 
 
 def test_all_faults_come_in_one_message():

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.runtime.garbage import Garbage
 from olmo_jax.runtime.stop_signal import StopSignal
 from olmo_jax.runtime.watchdog import Watchdog
-from olmo_jax.train import run_folder, training_run
+from olmo_jax.train import run_folder, run_id, training_run
 from olmo_jax.train.loop import (
     CheckpointSaver,
     Recorder,
@@ -550,6 +551,83 @@ def test_a_lock_on_a_file_that_its_last_holder_removed_holds_nobody_out(
     with pytest.raises(UserError, match="is in use"):
         third.take()
     second.free()
+
+
+def test_a_run_learns_that_its_folder_is_another_one_and_leaves_that_alone(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    first, second = run_folder.Lock(run_dir), run_folder.Lock(run_dir)
+    first.refuse_lost()
+    first.take()
+    first.refuse_lost()
+    shutil.rmtree(run_dir)
+    for there in (False, True):
+        if there:
+            second.take()
+        with pytest.raises(UserError, match=r"run was removed or replaced.* nothing more is wri"):
+            first.refuse_lost()
+    first.free()
+    # The second one's lock is its own.
+    second.refuse_lost()
+    assert (run_dir / ".lock").is_file()
+    second.free()
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(
+    tmp_path: Path, link: Any
+) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text("dear")
+    (tmp_path / "run").mkdir()
+    link(mine, tmp_path / "run" / ".lock")
+    with pytest.raises(UserError, match=r"\.lock is a link; .* remove it"):
+        run_folder.Lock(tmp_path / "run").take()
+    assert mine.read_text() == "dear"
+
+
+def test_a_file_is_replaced_and_not_written_through_a_link(tmp_path: Path) -> None:
+    mine, file = tmp_path / "mine.txt", tmp_path / "config.yaml"
+    mine.write_text("dear")
+    for name in ("config.yaml", ".config.yaml.new"):
+        (tmp_path / name).symlink_to(mine)
+    run_folder.replace(file, b"new")
+    assert (mine.read_text(), file.read_text(), file.is_symlink()) == ("dear", "new", False)
+
+
+@pytest.mark.parametrize("name", ["exp[x]", "a*", "a?", "a\\b"])
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with pytest.raises(UserError, match=r"run_dir=.* in a path for a pattern of several; write"):
+        training_run.train(Config(run_dir=str(tmp_path / name / "run")))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    with pytest.raises(UserError, match=r"run_dir=run is /.* and has "):
+        training_run.train(Config(run_dir="run"))
+    assert list((tmp_path / name).iterdir()) == []
+
+
+def test_a_new_run_folder_gets_an_id_and_keeps_it(tmp_path: Path) -> None:
+    made = run_id.identify(tmp_path)
+    assert len(made) == 16
+    assert run_id.identify(tmp_path) == made == (tmp_path / "run_id").read_text().strip()
+    (tmp_path / "other").mkdir()
+    assert run_id.identify(tmp_path / "other") != made
+
+
+@pytest.mark.parametrize(("facts", "wanted"), [({}, ""), ({"run_id": "ab"}, "ab")])
+def test_a_run_folder_without_an_id_is_known_by_its_checkpoints(
+    tmp_path: Path, facts: dict[str, str], wanted: str
+) -> None:
+    folder = tmp_path / "checkpoints" / "step_3"
+    (folder / "manifest").mkdir(parents=True)
+    (folder / "commit_success.txt").touch()
+    (folder / "manifest" / "manifest.json").write_text(json.dumps({"facts": facts}))
+    assert run_id.identify(tmp_path) == wanted
+    # A run of an old version stays as it is.
+    assert (tmp_path / "run_id").exists() == bool(wanted)
 
 
 def test_where_the_file_system_has_no_locks_a_run_goes_on_without(
