@@ -122,5 +122,9 @@ def pick(logits: np.ndarray, *, temperature: float, generator: np.random.Generat
     """Return a token drawn from softmax(logits / temperature), the likeliest one at 0."""
     if temperature == 0:
         return int(np.argmax(logits))
+    # Below the largest, so that a small temperature sends all others to -inf and not itself to inf.
+    scores = logits.astype(np.float64) - np.max(logits)
+    with np.errstate(over="ignore"):
+        scores /= temperature
     # The largest of scores with Gumbel noise is a draw from their softmax.
-    return int(np.argmax(logits / temperature + generator.gumbel(size=logits.shape)))
+    return int(np.argmax(scores + generator.gumbel(size=logits.shape)))
