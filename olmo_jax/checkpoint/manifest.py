@@ -35,7 +35,10 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """All of a checkpoint but its arrays. `facts`: what identifies data, tokenizer, first horizon."""
+    """All of a checkpoint but its arrays.
+
+    `facts` identify data and tokenizer, and name the horizon that the run began with.
+    """
 
     position: Position
     seed: int
