@@ -195,6 +195,7 @@ def tokenize(given: argparse.Namespace) -> None:
     from olmo_jax.data.tokenize import tokenize as tokenize_files
     from olmo_jax.train.progress import StageProgress, open_console
 
+    notes: list[str] = []
     with StageProgress(open_console()) as progress:
         manifest = tokenize_files(
             given.input,
@@ -205,12 +206,14 @@ def tokenize(given: argparse.Namespace) -> None:
             exclude=given.exclude,
             skip_bad=given.skip_bad,
             progress=progress.show,
+            say=notes.append,
         )
-    skipped = f", {manifest.num_skipped} skipped" if given.skip_bad else ""
+    skipped = f", {manifest.num_skipped} skipped" if given.skip_bad or manifest.num_skipped else ""
     print(
         f"{given.output}: {manifest.num_tokens:,} tokens in {manifest.num_documents:,} "
         f"documents{skipped}, vocabulary {manifest.vocab_size:,}"
     )
+    warn(notes)
 
 
 def show(given: argparse.Namespace) -> None:

@@ -37,7 +37,7 @@ class Leaf(NamedTuple):
 class Saved:
     """All of a checkpoint but its arrays.
 
-    `facts` identify data and tokenizer, and keep the horizon that the run began with.
+    `facts` identify data and tokenizer, and name the horizon that the run began with.
     """
 
     position: Position

@@ -107,7 +107,7 @@ def other_balance(before: Mapping[str, Any], now: Config) -> Iterator[str]:
         words = [f"{key} {a} -> {b}" for key, a, b in zip(keys, old, own, strict=True) if a != b]
         yield (
             f"model.router.balance_scope={scope} counts experts over other tokens from here on, "
-            f"for {listing(words, 'and')}: the balance loss is another one; "
+            f"because of {listing(words, 'and')}: the balance loss is another one; "
             "model.router.balance_scope=instance, in a new run, does not depend on it"
         )
 

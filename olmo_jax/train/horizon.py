@@ -98,7 +98,7 @@ def said(earlier: Saved, config: Config) -> Iterator[str]:
     )
     causes = [change.key for change in changes(earlier.config, config) if change.key in _CAUSES]
     yield (
-        f"the schedule ends at {now} and no longer at {before}, for {listing(causes, 'and')} "
+        f"the schedule ends at {now} and no longer at {before}, because {listing(causes, 'and')} "
         f"changed: the next step has the rate {rate(optim):.4g}, and "
         f"{rate(optim.model_copy(update={'schedule': kept})):.4g} with "
         f"optim.schedule.horizon={before.length}; the warm-up is still that of the run's start, "

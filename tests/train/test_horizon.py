@@ -116,7 +116,9 @@ def test_an_end_that_moves_is_said_with_both_rates_and_the_key_that_keeps_it():
     assert text in list(resume.said(earlier, larger, []))
     now = steps_of(larger, earlier)[0].lr
     kept = steps_of(config_of(kind="linear", global_batch=8, horizon=320), earlier)
-    assert "ends at 800 tokens and no longer at 320 tokens, for train.global_batch changed" in text
+    assert (
+        "ends at 800 tokens and no longer at 320 tokens, because train.global_batch changed" in text
+    )
     assert f"the rate {now:.4g}, and {kept[0].lr:.4g} with optim.schedule.horizon=320" in text
     assert "80 tokens" in text
     # With that key the rate follows the tokens as if nothing had changed.
