@@ -9,7 +9,7 @@ from types import ModuleType
 
 from olmo_jax.arguments import parse
 from olmo_jax.errors import UserError
-from olmo_jax.runtime.streams import complain, discard, open_standard_streams
+from olmo_jax.runtime.streams import complain, discard, open_standard_streams, printable
 
 INTERRUPTED = 130
 
@@ -100,7 +100,7 @@ def plan(given: argparse.Namespace) -> None:
         # Takes longer to import than all the rest.
         from olmo_jax.plan.picture import draw
 
-        title = f"{given.config} on {made.num_devices} x {made.hardware.name}"
+        title = f"{printable(given.config)} on {made.num_devices} x {made.hardware.name}"
         draw(made, title).savefig(given.picture, dpi=80)
     print(command.rendered(made, as_json=given.json))
 

@@ -234,7 +234,8 @@ def submit(script: str, config: Config, python: str) -> str:
     # Slurm makes no folder for the log that it is to write there.
     path = Path(config.run_dir) / "logs" / SCRIPT
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script, encoding="utf-8")
+    # The folder that it is submitted from may have a name that is no UTF-8.
+    path.write_text(script, encoding="utf-8", errors="surrogateescape")
     return run_client(["sbatch", str(path)])
 
 

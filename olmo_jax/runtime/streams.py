@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 
@@ -22,6 +23,11 @@ def open_standard_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def printable(path: Path) -> str:
+    """Return a path as text for a file or a picture, also if its bytes are no UTF-8."""
+    return str(path).encode(errors="backslashreplace").decode()
 
 
 def complain(text: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from olmo_jax.runtime.streams import Unfailing, discard
+from olmo_jax.runtime.streams import Unfailing, discard, printable
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -78,3 +78,7 @@ def test_what_is_discarded_raises_no_more() -> None:
         stream.write("lost")
         discard(stream)
         stream.flush()
+
+
+def test_a_name_that_is_no_utf8_has_a_text() -> None:
+    assert printable(Path("a/\udcff é")) == "a/\\udcff é"
