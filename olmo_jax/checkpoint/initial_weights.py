@@ -16,6 +16,7 @@ from olmo_jax.checkpoint.checksum import examined
 from olmo_jax.checkpoint.contract import Leaves, Program
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, opt_state_of, stored
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import TOKENIZER
 from olmo_jax.interop import files, huggingface
 from olmo_jax.interop.expressible import exchanged
 from olmo_jax.interop.olmo3moe import model_config
@@ -68,7 +69,7 @@ def _refuse_huggingface(
         raise UserError(f"{folder}: {error}") from None
     _check(folder, parameters(model), program)
     changes = identity.refuse_other_model(folder, model, exchanged(program.config.model), allowed)
-    there = identity.digests_of_tokenizer(folder / identity.TOKENIZER)
+    there = identity.digests_of_tokenizer(folder / TOKENIZER)
     other = identity.refuse_other_tokenizer(folder, there, facts, allowed)
     return [f"{folder}: {text}" for text in [*map(str, changes), *other]]
 

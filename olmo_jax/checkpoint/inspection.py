@@ -16,6 +16,7 @@ from olmo_jax.checkpoint.checkpoints import read_saved
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key
 from olmo_jax.checkpoint.manifest import Saved
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import TOKENIZER
 from olmo_jax.formatting import decimal_bytes
 from olmo_jax.interop import huggingface
 from olmo_jax.interop.expressible import check_expressible
@@ -175,9 +176,9 @@ def export_weights(run: str, out: Path) -> str:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already and not empty; export into a new folder")
     huggingface.save(out, model, weights_on_host(saved))
-    tokenizer = identity.run_dir_of(saved) / identity.TOKENIZER
+    tokenizer = identity.run_dir_of(saved) / TOKENIZER
     if tokenizer.exists():
-        shutil.copyfile(tokenizer, out / identity.TOKENIZER)
+        shutil.copyfile(tokenizer, out / TOKENIZER)
     return f"{out}: the weights of step {saved.position.step} ({saved.folder})"
 
 

@@ -19,7 +19,6 @@ from olmo_jax.data.shards import (
     open_tokens,
 )
 from olmo_jax.data.token_manifest import (
-    TOKENIZER,
     Manifest,
     Shard,
     digest,
@@ -27,6 +26,7 @@ from olmo_jax.data.token_manifest import (
     shard_fingerprint,
 )
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import TOKENIZER
 
 
 class Row(NamedTuple):

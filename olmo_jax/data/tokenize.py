@@ -16,13 +16,13 @@ from olmo_jax.data.fidelity import Fidelity
 from olmo_jax.data.shards import write_shard
 from olmo_jax.data.token_manifest import (
     SKIPPED,
-    TOKENIZER,
     Manifest,
     Shard,
     folder_fingerprint,
     write_manifest,
 )
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import TOKENIZER
 
 EOS = "<|endoftext|>"
 EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")

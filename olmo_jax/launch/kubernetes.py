@@ -11,6 +11,7 @@ import yaml
 from olmo_jax.config import Config, document
 from olmo_jax.config_file import merged
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import CONFIG
 from olmo_jax.launch import cluster
 from olmo_jax.launch.slurm import run_client
 from olmo_jax.runtime.processes import COORDINATOR, NUM_PROCESSES
@@ -19,7 +20,6 @@ from olmo_jax.runtime.stop_signal import STOPPED_EXIT_CODE, TERMINATED
 DNS_NAME = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
 WORKERS = "workers"
 CONFIG_FOLDER = "/etc/olmo-jax"
-CONFIG_FILE = "config.yaml"
 PORT = 61_440
 
 
@@ -83,7 +83,7 @@ def _check(config: Config, job: Job) -> None:
 
 def _refuse_home(text: str, overrides: Sequence[str]) -> None:
     """Refuse a run folder with `~`: a pod's home folder is another one, and ends with the pod."""
-    given = merged(document.parse(text, CONFIG_FILE) or {}, overrides).get("run_dir", "")
+    given = merged(document.parse(text, CONFIG) or {}, overrides).get("run_dir", "")
     if given.startswith("~"):
         raise UserError(
             f"run_dir={given} is in the home folder, and a pod's is not the one of this machine; "
@@ -111,7 +111,7 @@ def _config_map(text: str, job: Job) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(job, f"{job.name}-config"),
-        "data": {CONFIG_FILE: text},
+        "data": {CONFIG: text},
     }
 
 
@@ -144,7 +144,7 @@ def _job_set(config: Config, overrides: Sequence[str], job: Job) -> dict[str, An
 
 
 def _pod(config: Config, overrides: Sequence[str], job: Job) -> dict[str, Any]:
-    command = ["olmo-jax", "train", f"{CONFIG_FOLDER}/{CONFIG_FILE}", *overrides]
+    command = ["olmo-jax", "train", f"{CONFIG_FOLDER}/{CONFIG}", *overrides]
     claims = [_claim(text) for text in job.claims]
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": f"{job.name}-config"}},

@@ -12,13 +12,11 @@ from pathlib import Path
 from olmo_jax.config import Config
 from olmo_jax.config_file import load, to_yaml
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import CHECKPOINTS, CONFIG, TOKENIZER
 
-CONFIG = "config.yaml"
 DEVICES = "devices.txt"
 METRICS = "metrics.jsonl"
 REPORT = "report.png"
-TOKENIZER = "tokenizer.json"
-CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 
 
