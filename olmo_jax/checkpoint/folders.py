@@ -198,8 +198,8 @@ def find(path: RunDir, step: int | None = None) -> epath.Path:
     if not there:
         raise UserError(
             f"{folder} holds no checkpoint: {CHECKPOINTS}/ has no {_PREFIX}<number> that was "
-            "written to its end; a run writes one every checkpoint.every steps and when it ends or is "
-            "stopped; name the folder of such a run"
+            "written to its end; a run writes one every checkpoint.every steps and when it ends "
+            "or is stopped; name the folder of such a run"
         )
     if step is not None and step not in there:
         listing = ", ".join(map(str, there))

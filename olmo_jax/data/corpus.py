@@ -64,7 +64,7 @@ class Corpus:
         """Return at most `num_batches`: windows spread evenly over all held-out documents.
 
         Of each batch only `rows` are read, all if none are named. Too few windows give fewer
-        batches; the last one is filled up with rows that are not real.
+        batches; the last one is filled up with rows of padding.
         Raises: UserError if no document is held out, or if none of them has a label.
         """
         rows = range(global_batch) if rows is None else rows

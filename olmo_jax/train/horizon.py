@@ -30,7 +30,7 @@ class Horizon(NamedTuple):
 def totals(train: TrainConfig, done: Position) -> dict[str, int]:
     """Return the steps and tokens of a whole run that goes on like this after `done`.
 
-    All positions are real: the rows of the training data are cut whole.
+    No position is padding: every row of the training data is full.
     """
     left = train.steps - done.step
     tokens = done.tokens + left * train.global_batch * train.sequence_length
