@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 History = dict[str, Array]
-"""`losses` and `grad_norms` f32[window], newest last; the last `size` (int32) of each are filled."""
+"""`losses`, `grad_norms` f32[window], newest last; the last `size` (int32) of each are filled."""
 
 
 def init(window: int) -> History:

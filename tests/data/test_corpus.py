@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.lib import format as npy
 
+from olmo_jax.data import shards
 from olmo_jax.data.shards import file_digest
 from olmo_jax.data.sources import held
 from olmo_jax.data.token_manifest import expected_fingerprint, read_manifest, write_manifest
