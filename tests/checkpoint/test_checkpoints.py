@@ -188,9 +188,11 @@ def test_the_disk_holds_twelve_bytes_a_parameter(tmp_path: Path, program_of) -> 
     assert 12 <= sum(path.stat().st_size for path in files) / num_parameters < 12.5
 
 
-def test_compute_weights_are_not_stored(run_dir: Path) -> None:
-    roles = {key.role for key in read_saved(run_dir).leaves}
+def test_roles_and_counters_are_those_of_the_format_without_compute_weights(run_dir: Path) -> None:
+    keys = read_saved(run_dir).leaves
+    roles = {key.role for key in keys}
     assert roles == {"main", "mu", "nu", "router_bias", "history", "counters"}
+    assert {key.name for key in keys if key.role == "counters"} == {"step", "moments"}
 
 
 def test_a_save_ends_behind_the_step_that_its_buffers_are_given_to(
