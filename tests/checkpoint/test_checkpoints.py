@@ -310,7 +310,7 @@ def test_the_skip_rules_window_may_change(run_dir: Path, program_of, state) -> N
         ),
         (
             {"router": small().model.router.model_copy(update={"bias_gamma": None})},
-            ["expert_bias/body.moe.router.score_bias as float32[1, 4], which the model lacks"],
+            ["router_bias/body.moe.router.score_bias as float32[1, 4], which the model lacks"],
         ),
     ],
 )
