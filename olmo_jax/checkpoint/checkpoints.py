@@ -10,9 +10,9 @@ import orbax.checkpoint as ocp
 
 from olmo_jax.checkpoint import disk_errors, folders, manifest, reading
 from olmo_jax.checkpoint.checksum import examined
-from olmo_jax.checkpoint.contract import Program, S, State
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, resized, stored, unstored
 from olmo_jax.checkpoint.manifest import Position, Saved
+from olmo_jax.checkpoint.protocols import Program, S, State
 from olmo_jax.config.records import CheckpointConfig, Config
 from olmo_jax.errors import UserError
 

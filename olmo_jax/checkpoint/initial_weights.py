@@ -13,8 +13,8 @@ from olmo_jax.arch.parameters import parameters
 from olmo_jax.checkpoint import folders, identity, reading
 from olmo_jax.checkpoint.checkpoints import read_saved
 from olmo_jax.checkpoint.checksum import examined
-from olmo_jax.checkpoint.contract import Leaves, Program
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, opt_state_of, stored
+from olmo_jax.checkpoint.protocols import Leaves, Program
 from olmo_jax.errors import UserError
 from olmo_jax.file_names import TOKENIZER
 from olmo_jax.interop import files, huggingface

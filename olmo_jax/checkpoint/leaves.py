@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from olmo_jax.checkpoint.contract import S, State
+from olmo_jax.checkpoint.protocols import S, State
 from olmo_jax.optim.opt_state import Parts, join, split
 
 Tree = dict[str, dict[str, Any]]
