@@ -140,7 +140,10 @@ def test_yaml_reads_back_to_the_same_config(file, overrides):
         ("- a\n- b\n", ["[a, b]", "mapping", "key: value"]),
         (b"seed: \xff\n", ["UTF-8", "byte 6"]),
         ("mesh: {expert: two}\n", ["mesh.expert=two", "not a whole number", "write an integer"]),
-        ("mesh:\n", ["mesh=null", "mapping", "pipeline, data, fsdp, expert and sequence"]),
+        (
+            "mesh:\n",
+            ["mesh=null", "mapping", "pipeline, data, fsdp, expert, sequence and platform"],
+        ),
         ("model: {num_layer: 3}\n", ["model.num_layer=3", "model.num_layers"]),
     ],
 )

@@ -19,7 +19,7 @@ from olmo_jax.errors import UserError
 from olmo_jax.file_names import TOKENIZER
 from olmo_jax.interop import files, huggingface
 from olmo_jax.interop.expressible import exchanged
-from olmo_jax.interop.olmo3moe import model_config
+from olmo_jax.interop.olmo3moe_config import model_config
 
 _NAMED = 4
 

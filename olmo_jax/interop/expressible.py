@@ -7,7 +7,7 @@ from typing import Any
 from olmo_jax.config.messages import listing, show, together
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.errors import UserError
-from olmo_jax.interop.olmo3moe import ARCHITECTURE, config_fields, model_config
+from olmo_jax.interop.olmo3moe_config import ARCHITECTURE, config_fields, model_config
 from olmo_jax.interop.rotary import FULL, rope_parameters, yarn_agrees
 from olmo_jax.interop.windows import windows_of
 

@@ -20,7 +20,7 @@ from olmo_jax.arch.sizes import ITEM_BYTES, block_size, pieces
 from olmo_jax.mesh.layout import Layout
 from olmo_jax.parallel.pipeline.of_layout import schedule_of
 from olmo_jax.parallel.pipeline.segments import segments
-from olmo_jax.plan.passes import passes
+from olmo_jax.plan.pass_counts import passes
 from olmo_jax.plan.slots import slot_bytes, stage_residuals
 
 

@@ -23,7 +23,7 @@ from olmo_jax.mesh.specs import (
     num_shards,
     replica_axes,
 )
-from olmo_jax.plan.passes import Passes, passes
+from olmo_jax.plan.pass_counts import Passes, passes
 
 Kind = Literal["all_gather", "reduce_scatter", "reduce", "max", "all_to_all", "permute"]
 

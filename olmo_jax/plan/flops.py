@@ -32,7 +32,7 @@ from olmo_jax.arch.sizes import (
 )
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.mesh.layout import Layout
-from olmo_jax.plan.passes import passes
+from olmo_jax.plan.pass_counts import passes
 
 
 def block_pairs_count(length: int, window: int | None) -> int:

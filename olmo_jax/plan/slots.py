@@ -3,7 +3,7 @@
 from olmo_jax.arch.activations import Activation, block_residuals, saved_names
 from olmo_jax.arch.layers import is_routed
 from olmo_jax.mesh.layout import Layout
-from olmo_jax.plan.passes import passes
+from olmo_jax.plan.pass_counts import passes
 
 
 def stage_residuals(layout: Layout) -> list[Activation]:

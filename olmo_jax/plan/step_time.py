@@ -17,7 +17,7 @@ from olmo_jax.parallel.pipeline.of_layout import schedule_of
 from olmo_jax.plan.communication import Traffic
 from olmo_jax.plan.flops import hardware_flops
 from olmo_jax.plan.hardware import Hardware, bytes_per_s
-from olmo_jax.plan.passes import passes
+from olmo_jax.plan.pass_counts import passes
 from olmo_jax.plan.state_memory import Memory
 
 Sizes = Mapping[str, int]

@@ -13,7 +13,7 @@ from olmo_jax.formatting import amount
 from olmo_jax.mesh.axes import num_devices_wanted, resolve
 from olmo_jax.mesh.layout import Layout
 from olmo_jax.plan.flops import device_model_flops, hardware_flops
-from olmo_jax.plan.passes import num_ticks
+from olmo_jax.plan.pass_counts import num_ticks
 from olmo_jax.plan.slots import num_slots, peak_live, slot_bytes
 from olmo_jax.plan.state_memory import state_memory, whole_when_saved
 from olmo_jax.rules import advice, with_mesh, without_effect

@@ -33,7 +33,7 @@ from olmo_jax.runtime.first_process import from_first, is_first
 from olmo_jax.runtime.garbage import Garbage
 from olmo_jax.runtime.stop_signal import StopSignal
 from olmo_jax.runtime.watchdog import Watchdog
-from olmo_jax.train import horizon, resume, run_folder
+from olmo_jax.train import horizon, resume_checks, run_folder
 from olmo_jax.train.curves import draw
 from olmo_jax.train.loop import CheckpointSaver, Recorder, Session, run_steps, upcoming
 from olmo_jax.train.metrics import Line, MetricsFile, read, truncate
@@ -106,7 +106,7 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
         checkpoints.name_foreign()
         earlier = last_checkpoint(checkpoints, config)
         if earlier is not None:
-            resume.refuse_config(earlier, config, allowed)
+            resume_checks.refuse_config(earlier, config, allowed)
             if earlier.position.step >= config.train.steps:
                 say_finished(console, run_dir, earlier.position.step, config.train.steps)
                 return
@@ -175,8 +175,8 @@ def prepared(
     Raises: UserError as `train` does before compilation.
     """
     corpus = corpus_of(config)
-    facts = resume.facts_of(corpus)
-    other = [] if earlier is None else resume.refuse_facts(earlier, facts, allowed)
+    facts = resume_checks.facts_of(corpus)
+    other = [] if earlier is None else resume_checks.refuse_facts(earlier, facts, allowed)
     program = build_here(config)
     started = refuse_start(program, facts, allowed) if earlier is None else []
     table = device_table(program.device_mesh)
@@ -194,7 +194,7 @@ def prepared(
     for text in started:
         say(console, f"allowed: another than that of {text}")
     if earlier is not None:
-        for text in resume.said(earlier, program.config, other):
+        for text in resume_checks.said(earlier, program.config, other):
             say(console, text)
     position = earlier.position if earlier else START
     begun = horizon.first(program.config, earlier)

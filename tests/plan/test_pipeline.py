@@ -25,7 +25,7 @@ from olmo_jax.parallel.pipeline import bubble, executor, of_layout, peak_live
 from olmo_jax.parallel.pipeline.segments import tables
 from olmo_jax.plan import slots
 from olmo_jax.plan.flops import hardware_flops
-from olmo_jax.plan.passes import num_ticks
+from olmo_jax.plan.pass_counts import num_ticks
 from olmo_jax.plan.state_memory import state_memory
 from olmo_jax.train.program import build
 from tests import cases

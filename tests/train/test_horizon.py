@@ -9,7 +9,7 @@ from etils import epath
 from olmo_jax.checkpoint import Position, Saved
 from olmo_jax.config import Config
 from olmo_jax.optim.schedule import learning_rate
-from olmo_jax.train import horizon, resume
+from olmo_jax.train import horizon, resume_checks
 from olmo_jax.train.loop import Upcoming, upcoming
 from tests.train.test_training_run import Rows
 
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_an_older_version_has_the_horizon_of_its_own_config():
 def test_an_end_that_moves_is_said_with_both_rates_and_the_key_that_keeps_it():
     earlier, larger = saved(config_of(kind="linear"), 20), config_of(kind="linear", global_batch=8)
     [text] = horizon.said(earlier, larger)
-    assert text in list(resume.said(earlier, larger, []))
+    assert text in list(resume_checks.said(earlier, larger, []))
     now = steps_of(larger, earlier)[0].lr
     kept = steps_of(config_of(kind="linear", global_batch=8, horizon=320), earlier)
     assert (

@@ -12,9 +12,14 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from olmo_jax.ops.varying import vary_everywhere
 from olmo_jax.parallel.pipeline import segments
+from olmo_jax.parallel.pipeline.deferred_backward import (
+    DeferredVjp,
+    Known,
+    deferred_vjp,
+    forward_only_vjp,
+)
 from olmo_jax.parallel.pipeline.parts import Parts, Tree, blank, pick, zeros
 from olmo_jax.parallel.pipeline.schedule import Schedule
-from olmo_jax.parallel.pipeline.split_vjp import Known, SplitVjp, forward_only_vjp, split_vjp
 from olmo_jax.parallel.pipeline.transfers import AXIS
 
 
@@ -80,10 +85,12 @@ def assemble(
     def last(accumulators: Tree, rows: Array, labels: Array) -> Any:
         return None, *functions.last(accumulators, rows, labels)
 
-    def trace(function: Callable[..., Any], accumulators: Tree, x: Tree, known: Known) -> SplitVjp:
+    def trace(
+        function: Callable[..., Any], accumulators: Tree, x: Tree, known: Known
+    ) -> DeferredVjp:
         if schedule.forward_only:
             return forward_only_vjp(function, x, known)
-        return split_vjp(function, accumulators, x, known)
+        return deferred_vjp(function, accumulators, x, known)
 
     one, chunk = pick(data, 0), vary_everywhere(jnp.int32(0))
     start = trace(first, given.first, None, Known(one))

@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from olmo_jax.ops.varying import vary_everywhere
 from olmo_jax.parallel.pipeline import segments
+from olmo_jax.parallel.pipeline.deferred_backward import Known
 from olmo_jax.parallel.pipeline.parts import pick, put
 from olmo_jax.parallel.pipeline.schedule import Ops
 from olmo_jax.parallel.pipeline.setup import Carry, Setup
-from olmo_jax.parallel.pipeline.split_vjp import Known
 from olmo_jax.parallel.pipeline.transfers import join, send_back, send_on, share_out
 
 _MICROBATCH = Ops._fields.index("microbatch")

@@ -38,7 +38,7 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SplitVjp:
+class DeferredVjp:
     """One function, traced once. `sources` says where the backward finds each of its residuals.
 
     `rematerialize` returns those that depend on weights alone, or are data, from the inputs that
@@ -91,7 +91,7 @@ class SplitVjp:
         return jax.tree.map(jax.freeze, totals)
 
 
-def split_vjp(function: Function, accumulators: Tree, x: Tree, known: Known) -> SplitVjp:
+def deferred_vjp(function: Function, accumulators: Tree, x: Tree, known: Known) -> DeferredVjp:
     """Trace `function(accumulators, x, data, *chunk)`, for arguments like these.
 
     Gradients are those of `accumulators` and x. What the function closes over must be the same
@@ -127,7 +127,7 @@ def split_vjp(function: Function, accumulators: Tree, x: Tree, known: Known) -> 
     saved, computed, sources = _sort(jaxpr.outvars[size:], there)
     # Without its dead code the rule is those slices and gathers, and `used` the inputs they read.
     rule, used = partial_eval.dce_jaxpr(jaxpr.replace(outvars=computed), True)
-    return SplitVjp(
+    return DeferredVjp(
         traced=_with_outputs(traced, [*jaxpr.outvars[:size], *saved]),
         results=trees["results"],
         rematerialize=ClosedJaxpr(rule, traced.consts),
@@ -137,7 +137,7 @@ def split_vjp(function: Function, accumulators: Tree, x: Tree, known: Known) -> 
     )
 
 
-def forward_only_vjp(function: Function, x: Tree, known: Known) -> SplitVjp:
+def forward_only_vjp(function: Function, x: Tree, known: Known) -> DeferredVjp:
     """Trace `function(None, x, data, *chunk)` for its forward alone; accumulators are None."""
     trees: dict[str, Any] = {}
 
@@ -147,7 +147,7 @@ def forward_only_vjp(function: Function, x: Tree, known: Known) -> SplitVjp:
         return results
 
     traced = jax.make_jaxpr(forward)(x, known)
-    return SplitVjp(traced, trees["results"], _with_outputs(traced, []), (), (), None)
+    return DeferredVjp(traced, trees["results"], _with_outputs(traced, []), (), (), None)
 
 
 def _with_outputs(traced: ClosedJaxpr, outputs: list[Any]) -> ClosedJaxpr:
