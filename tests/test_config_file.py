@@ -142,7 +142,7 @@ def test_yaml_reads_back_to_the_same_config(file, overrides):
         ("mesh: {expert: two}\n", ["mesh.expert=two", "not a whole number", "write an integer"]),
         (
             "mesh:\n",
-            ["mesh=null", "mapping", "pipeline, data, fsdp, expert, sequence and platform"],
+            ["mesh=null", "mapping", "data, fsdp, expert, sequence and platform"],
         ),
         ("model: {num_layer: 3}\n", ["model.num_layer=3", "model.num_layers"]),
     ],
@@ -235,15 +235,14 @@ from olmo_jax.config_file import load
 from olmo_jax.rules import without_effect
 import olmo_jax.mesh.axes
 without_effect(load(None, ["{SOURCES}"]))
-assert "jax" not in sys.modules
+others = {name.split(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+print(*sorted(name for name in others if not name.startswith("_")))
 """
 
 
-def test_a_check_imports_no_jax_and_is_quick():
-    before = os.times()
-    subprocess.run([sys.executable, "-c", CHECK], check=True)
-    after = os.times()
-    busy = (after.children_user - before.children_user) + (
-        after.children_system - before.children_system
-    )
-    assert busy < 0.6
+def test_a_check_imports_no_jax_and_little_else():
+    """What it imports is what it takes: 0.3 s, and jax alone would add 1 s."""
+    done = subprocess.run([sys.executable, "-c", CHECK], check=True, capture_output=True, text=True)
+    allowed = {"annotated_types", "cython_runtime", "jaxtyping", "numpy", "olmo_jax", "pydantic"}
+    allowed |= {"pydantic_core", "typing_extensions", "typing_inspection", "yaml"}
+    assert set(done.stdout.split()) <= allowed

@@ -152,11 +152,8 @@ def test_a_label_mask_is_part_of_the_data(tmp_path: Path) -> None:
     facts = set()
     for name, wanted in (("all", 8), ("some", 4)):
         np.save(tmp_path / f"{name}.npy", np.arange(8) < wanted)
-        facts.add(
-            resume_checks.facts_of(open_folders(folder, label_mask=str(tmp_path / f"{name}.npy")))[
-                "data"
-            ]
-        )
+        corpus = open_folders(folder, label_mask=str(tmp_path / f"{name}.npy"))
+        facts.add(resume_checks.facts_of(corpus)["data"])
     facts.add(resume_checks.facts_of(open_folders(folder))["data"])
     assert len(facts) == 3
 
