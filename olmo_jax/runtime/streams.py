@@ -5,7 +5,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 
 def open_standard_streams() -> None:
@@ -36,7 +36,7 @@ def complain(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def discard(stream: TextIO) -> None:
+def discard(stream: Any) -> None:
     """Let what is still to be printed go nowhere: the reader, such as `head`, has gone."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -45,7 +45,7 @@ def discard(stream: TextIO) -> None:
 class Unfailing:
     """An output that falls silent when it cannot be written: no reader, no terminal, no room."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
