@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from olmo_jax.arch.parameters import block
 from olmo_jax.config.records import ModelConfig, RopeConfig
 from olmo_jax.model.attention import Attention
 from olmo_jax.model.initialise import Initialiser
@@ -20,7 +21,8 @@ LENGTH = 9
 def _module(**fields):
     """Build the module and give every leaf, gains and biases too, values that show."""
     model = ModelConfig(**{**PLAIN, **fields})
-    module = Attention(model, Initialiser(jax.random.key(0), model, "attention."))
+    make = Initialiser(jax.random.key(0), model, block(model, routed=False))
+    module = Attention(model, make.inside("attention"))
     graph, state = nnx.split(module)
     rng = np.random.default_rng(0)
     values = jax.tree.map(

@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, PartitionSpec
 
+from olmo_jax.arch.parameters import block
 from olmo_jax.config.records import InitConfig, ModelConfig, RouterConfig
 from olmo_jax.model.balance import bias_update, expert_counts
 from olmo_jax.model.initialise import ExpertBias, Initialiser
@@ -403,7 +404,8 @@ def small_model(**router):
 
 
 def make_router(model):
-    return Router(model, Initialiser(jax.random.key(0), model, "body.router.", np.array(1)))
+    make = Initialiser(jax.random.key(0), model, block(model, routed=True), layers=np.array(1))
+    return Router(model, make.inside("moe").inside("router"))
 
 
 def test_leaves_are_those_that_the_config_asks_for():
