@@ -243,7 +243,7 @@ def test_the_job_expands_its_home_folder_itself(
     arguments = ["launch", "slurm", "--nodes", "2", "--dry-run", str(CONFIG)]
     assert main([*arguments, "run_dir=~/run", "checkpoint.init_from=~/old"]) == 0
     script = capsys.readouterr().out
-    assert f"train {CONFIG} 'run_dir=~/run' 'checkpoint.init_from=~/old'" in script
+    assert "train \"$config\" 'run_dir=~/run' 'checkpoint.init_from=~/old'" in script
     # Slurm opens the logs before the job runs, and knows no `~`.
     assert '--output="/home/me/run/logs/slurm_%j.log"' in script
 

@@ -135,16 +135,18 @@ def test_module_follows_the_order_of_the_reference(fields, window):
 
 
 def test_parameters_have_the_names_and_dims_that_checkpoints_and_rules_know():
-    module, _ = _module(
-        attention_bias=True,
-        qk_norm="head_gains",
-        scalable_softmax=True,
-        attention_gate="elementwise",
-    )
-    leaves = nnx.to_flat_state(nnx.state(module))
-    found = {
-        ".".join(map(str, path)): (leaf.shape, leaf.get_metadata("dims")) for path, leaf in leaves
+    fields = {
+        "attention_bias": True,
+        "qk_norm": "head_gains",
+        "scalable_softmax": True,
+        "attention_gate": "elementwise",
     }
+    module, _ = _module(**fields)
+    described = block(ModelConfig(**PLAIN, **fields), routed=False)
+    found = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(module)):
+        name = ".".join(map(str, path))
+        found[name] = leaf.shape, described[f"attention.{name}"].dims
     heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
     assert found == {
         "q": ((12, 4, 8), ("d_model", *heads)),
