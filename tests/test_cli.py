@@ -20,6 +20,7 @@ import yaml
 import olmo_jax.config_file
 from olmo_jax.arguments import parse
 from olmo_jax.cli import main
+from olmo_jax.config_file import load
 from olmo_jax.runtime import environment
 
 ROOT = Path(__file__).parents[1]
@@ -430,7 +431,7 @@ def test_eval_refuses_a_model_that_computes_something_else_unless_it_is_allowed(
 def test_eval_says_that_documents_were_trained_on(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fraction = olmo_jax.config_file.load(folder / "run" / "config.yaml").data.eval_fraction
+    fraction = load(folder / "run" / "config.yaml").data.eval_fraction
     for now, label in ((fraction, ""), (2 * fraction, "  (trained on about 50% of these docum")):
         assert main(["eval", str(folder / "run"), f"data.eval_fraction={now}"]) == 0
         _, _, said = capsys.readouterr().out.partition("tokens ")

@@ -142,7 +142,7 @@ def test_parameters_have_the_names_and_dims_that_checkpoints_and_rules_know():
         "attention_gate": "elementwise",
     }
     module, _ = _module(**fields)
-    described = block(ModelConfig(**PLAIN, **fields), routed=False)
+    described = block(ModelConfig(**{**PLAIN, **fields}), routed=False)
     found = {}
     for path, leaf in nnx.to_flat_state(nnx.state(module)):
         name = ".".join(map(str, path))
