@@ -58,11 +58,23 @@ def gate_width(model: ModelConfig) -> int:
     return {"none": 0, "headwise": 1, "elementwise": model.head_dim}[model.attention_gate]
 
 
+def attention_products(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of one layer's projections, by the activation that each makes."""
+    width, queries = model.d_model, model.num_heads * model.head_dim
+    keys = model.num_kv_heads * model.head_dim
+    return {
+        "query": (width, queries),
+        "key": (width, keys),
+        "value": (width, keys),
+        "attention_gate": (width, model.num_heads * gate_width(model)),
+        "attention_output": (queries, width),
+    }
+
+
 def attention_projections(model: ModelConfig, tokens: int) -> Flops:
-    """Return the FLOPs of one layer's query, key, value, gate and output products."""
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads
-    width = heads * model.head_dim + model.num_heads * gate_width(model)
-    return matmul(tokens, model.d_model, width)
+    """Return the FLOPs of one layer's projections."""
+    products = attention_products(model).values()
+    return sum((matmul(tokens, *product) for product in products), start=Flops())
 
 
 def attention_scores(model: ModelConfig, pairs: int) -> Flops:

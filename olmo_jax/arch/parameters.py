@@ -31,6 +31,12 @@ STACKED = "layers"
 STAGED = ("chunks", "stages", STACKED)
 """What replaces it if a pipeline divides the layers: [chunks, ranks, a stage's layers]."""
 
+DIMS = frozenset(
+    {"d_model", "heads", "kv_heads", "head_dim", "hidden", "experts", "router_experts", "vocab"}
+    | {STACKED}
+)
+"""The logical dims that a description may name; a misspelt one would be divided by no axis."""
+
 
 class Parameter(NamedTuple):
     """One leaf of the model; `dims` names each dim of `shape`.
@@ -200,7 +206,22 @@ def _leaves(model: ModelConfig) -> Parameters:
     if groups.body:
         body = block(model, routed=is_routed(model, groups.body[0]))
         leaves |= _under("body", _stacked(body, len(groups.body), STACKED))
+    for name, leaf in leaves.items():
+        _check_dims(name, leaf)
     return leaves
+
+
+def _check_dims(name: str, leaf: Parameter) -> None:
+    """Refuse a leaf whose dims do not name each dim of its shape.
+
+    Raises: ValueError with the leaf's name.
+    """
+    if len(leaf.dims) != len(leaf.shape) or not DIMS.issuperset(leaf.dims):
+        raise ValueError(
+            f"the parameter {name} has the shape {leaf.shape} and the dims {leaf.dims}; each dim "
+            f"of a shape has one name out of {', '.join(sorted(DIMS))}; see DIMS in "
+            "olmo_jax/arch/parameters.py"
+        )
 
 
 def leaves(model: ModelConfig) -> Parameters:

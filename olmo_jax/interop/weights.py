@@ -108,6 +108,11 @@ def _piece(model: ModelConfig, leaf: str, shape: tuple[int, ...]) -> Piece:
         return _experts(_EXPERTS[leaf], shape)
     if leaf in _MATRICES:
         return _matrix(_MATRICES[leaf], shape, 2 if leaf == "attention.out" else 1)
+    if leaf not in _UNCHANGED:
+        raise ValueError(
+            f"no rule says what the leaf {leaf} is in a Hugging Face folder; write one in "
+            "olmo_jax/interop/weights.py, or refuse its option in olmo_jax/interop/expressible.py"
+        )
     full_norm = model.qk_norm == "full" and leaf.endswith(("q_norm.gain", "k_norm.gain"))
     return _unchanged(_UNCHANGED[leaf], shape, flat=full_norm or leaf.endswith("_bias"))
 

@@ -12,8 +12,8 @@ from olmo_jax.arch.activations import rematerialized_names
 from olmo_jax.arch.flops import (
     Flops,
     attended_pairs,
+    attention_products,
     attention_scores,
-    gate_width,
     head,
     matmul,
     model_flops,
@@ -66,14 +66,7 @@ def _computed_again(
 
     The last products of a block's second half are repeated only for a norm that reads them.
     """
-    width, head_dim = model.d_model, model.head_dim
-    heads = {
-        "query": model.num_heads * head_dim,
-        "key": model.num_kv_heads * head_dim,
-        "value": model.num_kv_heads * head_dim,
-        "attention_gate": model.num_heads * gate_width(model),
-        "attention_output": model.num_heads * head_dim,
-    }
+    width = model.d_model
     read_by_norm = model.norm != "pre"
 
     def gated(name: str, hidden: int, count: int, *, output: bool) -> int:
@@ -83,9 +76,9 @@ def _computed_again(
 
     def one(layer: int) -> Counter[str]:
         total: Counter[str] = Counter()
-        for name, out in heads.items():
+        for name, product in attention_products(model).items():
             if name in again:
-                total["attention_projections"] += matmul(tokens, width, out).forward
+                total["attention_projections"] += matmul(tokens, *product).forward
         scores = attention_scores(model, pairs(window_of(model, layer))).forward
         if "attention" in again:
             total["attention_scores"] += scores

@@ -71,3 +71,11 @@ def test_a_parameter_that_the_description_has_and_no_module_makes_is_named(chang
     model = CONFIG.model.model_copy(update={"d_model": 56})
     with pytest.raises(ValueError, match=r"body\.attention\.latent is no leaf in the modules"):
         build(CONFIG.model_copy(update={"model": model}), mesh_of(data=2, expert=2))
+
+
+@pytest.mark.parametrize("dims", [("d_modell", "kv_heads", "head_dim"), ("d_model", "kv_heads")])
+def test_dims_that_are_misspelt_or_too_few_are_named(change, dims):
+    """A dim that nothing knows is divided by no axis, which no result would show."""
+    change(lambda block: block | {"attention.k": block["attention.k"]._replace(dims=dims)})
+    with pytest.raises(ValueError, match=r"attention\.k has the shape .* head_dim, heads, hidden"):
+        described.leaves(CONFIG.model)
