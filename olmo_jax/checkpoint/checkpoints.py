@@ -37,7 +37,7 @@ class Checkpoints:
         refuse_lost: Callable[[], None] = lambda: None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`refuse_lost` raises once the run folder is another one; `tell` takes what is to be said."""
+        """`refuse_lost` raises once the run folder is another one; `tell` takes what is said."""
         self._run_dir = run_dir
         self._config = config
         self._refuse_lost, self._tell = refuse_lost, tell

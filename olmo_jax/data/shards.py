@@ -171,7 +171,7 @@ def open_documents(folder: Path, shard: Shard) -> Integer[np.ndarray, " borders"
     ends = (borders[0], borders[-1])
     if ends != (0, shard.num_tokens) or (np.diff(borders) < 0).any():
         raise UserError(
-            f"{path} holds borders that do not ascend from 0 to {shard.num_tokens}, the tokens that "
-            f"its manifest names; a document lies between two of them; {REWRITE}"
+            f"{path} holds borders that do not ascend from 0 to {shard.num_tokens}, the tokens "
+            f"that its manifest names; a document lies between two of them; {REWRITE}"
         )
     return borders

@@ -82,7 +82,9 @@ def test_every_key_of_the_model_is_either_compared_or_named_as_one_that_only_tra
         rope={"scaling": "yarn", "scaled_layers": "all"},
         router={"gating": "sigmoid"},
     )
-    changed = {key: _with(read, key) for key in resume_policy.keys() if key.startswith("model.")}
+    changed = {
+        key: _with(read, key) for key in list(resume_policy.keys()) if key.startswith("model.")
+    }
     same = {
         key for key, other in changed.items() if other and not computed_differently(read, other)
     }
