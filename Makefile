@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NEXT := .venv-next/bin
+GPU := .venv-gpu/bin
 INSTALL := -m pip install -qq --disable-pip-version-check --no-input
 PYTEST := -m pytest -q -n 2 --dist loadfile
 
@@ -14,18 +15,19 @@ NEXT_PYTHON ?= $(shell $(FIND_NEXT))
 NEXT_TESTS := tests/config tests/mesh tests/ops tests/model tests/parallel tests/optim tests/train
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test verify format check-format lint types next next-python locks clean
+.PHONY: help install install-gpu quickstart test verify format check-format lint types next next-python locks clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart    train a small model on the standard library's source, sample from it"
+	@echo "make install-gpu   an environment with CUDA, in .venv-gpu, if a Python >= 3.12 is found"
 	@echo "make test          the whole test suite"
 	@echo "make verify        the full test matrices"
 	@echo "make format        rewrite the code as ruff formats it"
 	@echo "make check-format lint types"
 	@echo "make next          core tests on the newest JAX, if a Python >= 3.12 is found"
 	@echo "make locks         resolve both lock files anew"
-	@echo "make clean         remove both environments and runs/quickstart*"
+	@echo "make clean         remove the environments and runs/quickstart*"
 	@echo "another interpreter: make PYTHON=python3.12 ..."
 
 install: .venv/installed
@@ -39,6 +41,17 @@ install: .venv/installed
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python $(INSTALL) --no-deps -r requirements.lock
 	@$(BIN)/python $(INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@
+
+# The locked versions, and what CUDA needs beside them: jax's plugin has jax's version.
+install-gpu: .venv-gpu/installed
+
+.venv-gpu/installed: requirements-next.lock pyproject.toml
+	@test -n "$(NEXT_PYTHON)" || { echo "no Python >= 3.12 found, which jax with CUDA 13 needs; name one: make install-gpu NEXT_PYTHON=python3.12" >&2; exit 1; }
+	@echo "installing into .venv-gpu (once): jax with CUDA 13, a download of 2.5 GB, 6 GB on the disk; no CUDA is needed here, a driver >= 580 where it runs"
+	@test -x $(GPU)/python || $(NEXT_PYTHON) -m venv .venv-gpu
+	@$(GPU)/python $(INSTALL) --no-deps -r requirements-next.lock
+	@$(GPU)/python $(INSTALL) --constraint requirements-next.lock --no-build-isolation -e '.[cuda13]'
 	@touch $@
 
 runs/quickstart-data/manifest.json: | .venv/installed
@@ -66,8 +79,12 @@ format: .venv/installed
 check-format: .venv/installed
 	@$(BIN)/ruff format --check .
 
+# The second deptry reads the tests too, which may import what only the extra `dev` declares.
 lint: .venv/installed
 	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/deptry .
+	@$(BIN)/deptry . --exclude '\.venv' --ignore DEP002,DEP004
 
 types: .venv/installed
 	@$(BIN)/basedpyright
@@ -98,4 +115,4 @@ locks:
 	@rm -rf .locks
 
 clean:
-	@rm -rf .venv .venv-next .locks runs/quickstart runs/quickstart-data
+	@rm -rf .venv .venv-next .venv-gpu .locks runs/quickstart runs/quickstart-data

@@ -1,10 +1,33 @@
 """What the command line takes: every command, its arguments and their help."""
 
 import argparse
-import sys
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import shtab
+
+from olmo_jax.config.records import expanded
 from olmo_jax.rules.resume_policy import ALLOWABLE
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what a command line asks for; its options stand anywhere among the other words.
+
+    argparse ends the list of overrides at the first option after the config, and returns the
+    overrides after that option as words that it does not know.
+    """
+    top = parser()
+    given, left = top.parse_known_args(words)
+    overrides = [word for word in left if word != "--"]
+    unknown = [word for word in overrides if word.startswith("-") or "overrides" not in given]
+    if unknown:
+        top.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if overrides:
+        given.overrides = [*given.overrides, *overrides]
+    return given
 
 
 def parser() -> argparse.ArgumentParser:
@@ -12,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="olmo-jax", description="Train Mixture-of-Experts language models in JAX."
     )
+    top.add_argument("--version", action=Version, nargs=0, help="print the versions and exit")
+    shtab.add_argument_to(top, help="print what lets a shell complete commands, and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     add_config_commands(commands)
     add_run_commands(commands)
@@ -24,9 +49,23 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+class Version(argparse.Action):
+    """Prints the versions and exits. argparse's own action reads them for every command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(versions())
+        parser.exit()
+
+
+def versions() -> str:
+    """Return the versions that a bug report needs; imports no jax."""
+    packages = [f"{name} {version(name)}" for name in ("olmo_jax", "jax", "jaxlib")]
+    return ", ".join([*packages, f"Python {platform.python_version()}"])
+
+
 def add_config(one: argparse.ArgumentParser) -> None:
     """Let a command take a config and what stands after it."""
-    one.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    add_path(one, "config", metavar="CONFIG", help="a YAML file")
     add_overrides(one)
 
 
@@ -39,6 +78,12 @@ def add_overrides(one: argparse.ArgumentParser) -> None:
     )
 
 
+def add_path(one: argparse._ActionsContainer, name: str, **options: Any) -> None:
+    """Add an argument that is a path, which a shell completes."""
+    added = one.add_argument(name, **{"type": path, **options})
+    added.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def add_config_commands(commands: argparse._SubParsersAction) -> None:
     text = "check a config and say what it asks for; starts no device"
     one = commands.add_parser("check", help=text, description=text)
@@ -46,7 +91,7 @@ def add_config_commands(commands: argparse._SubParsersAction) -> None:
     one.set_defaults(command="check")
     add_plan_command(commands)
     add_compile_command(commands)
-    text = "train, or go on with the run that the run folder holds"
+    text = "train, or resume the run that the run folder holds"
     one = commands.add_parser("train", help=text, description=text)
     add_config(one)
     one.add_argument(
@@ -55,7 +100,7 @@ def add_config_commands(commands: argparse._SubParsersAction) -> None:
         default=[],
         choices=ALLOWABLE,
         metavar="KEY",
-        help="go on although seed, data or tokenizer is not the checkpoint's; model and tokenizer "
+        help="resume although seed, data or tokenizer is not the checkpoint's; model and tokenizer "
         "also allow another one than that of checkpoint.init_from",
     )
     one.set_defaults(command="train")
@@ -65,8 +110,10 @@ def add_plan_command(commands: argparse._SubParsersAction) -> None:
     text = "say what a config holds, sends and takes on a machine; starts no device"
     one = commands.add_parser("plan", help=text, description=text)
     add_config(one)
-    one.add_argument(
+    add_path(
+        one,
         "--hardware",
+        type=path_text,
         default="h200",
         metavar="NAME_OR_FILE",
         help="h200, b300, b200, h100, a100, or a YAML file; default: h200",
@@ -76,7 +123,7 @@ def add_plan_command(commands: argparse._SubParsersAction) -> None:
     )
     one.add_argument("--search", action="store_true", help="rank every mesh of so many devices")
     one.add_argument("--json", action="store_true", help="the same as JSON")
-    one.add_argument("--picture", type=Path, metavar="FILE", help="draw it too: .png or .svg")
+    add_path(one, "--picture", metavar="FILE", help="draw it too: .png or .svg")
     one.set_defaults(command="plan")
 
 
@@ -87,7 +134,7 @@ def add_compile_command(commands: argparse._SubParsersAction) -> None:
     one.add_argument("--target", choices=("h100", "h200", "b200"), default="h200")
     one.add_argument("--devices", type=positive, metavar="N", help="default: those of the mesh")
     one.add_argument("--devices-per-node", type=positive, default=8, metavar="N", help="default: 8")
-    one.add_argument("--hlo", type=Path, metavar="FILE", help="write the compiled program there")
+    add_path(one, "--hlo", metavar="FILE", help="write the compiled program there")
     one.add_argument("--json", action="store_true", help="the same as JSON")
     one.set_defaults(command="compile_step")
 
@@ -95,7 +142,7 @@ def add_compile_command(commands: argparse._SubParsersAction) -> None:
 def add_run_commands(commands: argparse._SubParsersAction) -> None:
     text = "evaluate a run's weights on its held-out documents"
     one = commands.add_parser("eval", help=text, description=text)
-    one.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    add_path(one, "run", metavar="RUN", help="a run folder")
     add_overrides(one)
     one.add_argument(
         "--allow-change",
@@ -108,7 +155,7 @@ def add_run_commands(commands: argparse._SubParsersAction) -> None:
     one.set_defaults(command="evaluate")
     text = "continue a text with a run's weights"
     one = commands.add_parser("sample", help=text, description=text)
-    one.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    add_path(one, "run", metavar="RUN", help="a run folder")
     one.add_argument("text", metavar="TEXT", help="what to continue")
     one.add_argument("--tokens", type=positive, default=64, metavar="N", help="at most so many")
     one.add_argument(
@@ -121,11 +168,11 @@ def add_run_commands(commands: argparse._SubParsersAction) -> None:
 def add_data_commands(commands: argparse._SubParsersAction) -> None:
     text = "turn text, jsonl and gzip files into a folder of tokens"
     one = commands.add_parser("tokenize", help=text, description=text)
-    one.add_argument("--input", nargs="+", type=Path, required=True, metavar="DIR_OR_FILE")
-    one.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    add_path(one, "--input", nargs="+", required=True, metavar="DIR_OR_FILE")
+    add_path(one, "--output", required=True, metavar="DIR", help="a new folder")
     kind = one.add_mutually_exclusive_group()
     kind.add_argument("--vocab-size", type=positive, metavar="N", help="train a BPE; default 4096")
-    kind.add_argument("--tokenizer", type=Path, metavar="FILE", help="use this tokenizer.json")
+    add_path(kind, "--tokenizer", metavar="FILE", help="use this tokenizer.json")
     one.add_argument(
         "--suffix", nargs="+", default=[], metavar=".EXT", help="of a folder, only such files"
     )
@@ -142,26 +189,31 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def add_checkpoint_commands(commands: argparse._SubParsersAction) -> None:
-    run = {"metavar": "RUN", "help": "a run folder; of it, the last checkpoint"}
+    # A run folder may be in a bucket.
+    run: dict[str, Any] = {
+        "type": path_text,
+        "metavar": "RUN",
+        "help": "a run folder; of it, the last checkpoint",
+    }
     either = {**run, "help": "a run folder, or RUN/checkpoints/step_N"}
     text = "list a run's checkpoints"
     one = commands.add_parser("list", help=text, description=text)
-    one.add_argument("run", metavar="RUN", help="a run folder")
+    add_path(one, "run", **run | {"help": "a run folder"})
     one.set_defaults(command="list_checkpoints")
     text = "read every leaf of a checkpoint and compare it with its checksum"
     one = commands.add_parser("verify", help=text, description=text)
-    one.add_argument("run", **run)
+    add_path(one, "run", **run)
     one.add_argument("--step", type=natural, metavar="N", help="another one than the last")
     one.set_defaults(command="verify_checkpoint")
     text = "compare two checkpoints leaf by leaf; the exit code is 0 if they are equal, else 1"
     one = commands.add_parser("diff", help=text, description=text)
-    one.add_argument("first", **either | {"metavar": "A"})
-    one.add_argument("second", **either | {"metavar": "B"})
+    add_path(one, "first", **either | {"metavar": "A"})
+    add_path(one, "second", **either | {"metavar": "B"})
     one.set_defaults(command="diff_checkpoints")
     text = "write a run's weights as a Hugging Face folder"
     one = commands.add_parser("export-weights", help=text, description=text)
-    one.add_argument("run", **either)
-    one.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    add_path(one, "run", **either)
+    add_path(one, "out", metavar="OUT", help="a new folder")
     one.set_defaults(command="export_weights")
 
 
@@ -172,7 +224,7 @@ def add_launch_commands(commands: argparse._SubParsersAction) -> None:
     one.add_argument(
         "--devices-per-process", type=positive, metavar="M", help="default: the mesh's share; 1 GPU"
     )
-    one.add_argument("--logs", type=Path, metavar="DIR", help="default: run_dir/logs")
+    add_path(one, "--logs", metavar="DIR", help="default: run_dir/logs")
     one.add_argument("line", nargs=argparse.REMAINDER, metavar="-- train CONFIG [a.b=c ...]")
     one.set_defaults(command="launch_local")
     add_slurm_command(commands)
@@ -188,7 +240,8 @@ def add_slurm_command(commands: argparse._SubParsersAction) -> None:
     for name in ("partition", "account", "qos", "constraint"):
         one.add_argument(f"--{name}", metavar="NAME", help="as sbatch takes it")
     one.add_argument("--cpus-per-task", type=positive, metavar="N", help="of each GPU's process")
-    one.add_argument("--python", default=sys.executable, metavar="PATH", help="default: this one")
+    text = "default: .venv-gpu's if it is there and this one has no CUDA, else this one"
+    add_path(one, "--python", type=path_text, metavar="PATH", help=text)
     one.add_argument(
         "--setup", action="append", default=[], metavar="LINE", help="a shell line run before"
     )
@@ -226,6 +279,19 @@ def add_cluster_options(one: argparse.ArgumentParser, *, max_restarts: int) -> N
         "--env", action="append", default=[], metavar="NAME=VALUE", help="for every process"
     )
     one.add_argument("--dry-run", action="store_true", help="print it, and hand over nothing")
+
+
+def path(text: str) -> Path:
+    """Read a path; `~` stands for the home folder."""
+    return Path(path_text(text))
+
+
+def path_text(text: str) -> str:
+    """Read what may be a path and keep its spelling: pathlib makes gs:/x of gs://x, x of ./x."""
+    try:
+        return expanded(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} {error}") from None
 
 
 def natural(text: str) -> int:

@@ -7,20 +7,22 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from olmo_jax.arguments import parser
+from olmo_jax.arguments import parse
 from olmo_jax.errors import UserError
+from olmo_jax.runtime.streams import complain, discard, open_standard_streams, printable
 
 INTERRUPTED = 130
 
 
 def run() -> None:
     """Run the command line as a program."""
-    code = main()
+    open_standard_streams()
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        code = code or discard_output()
-    sys.stderr.flush()
+        code = main()
+    except SystemExit as end:
+        # argparse has printed the help, or what is wrong with the usage.
+        code = int(end.code or 0)
+    code = code or flush_output()
     if code:
         from olmo_jax.runtime.processes import exit_process
 
@@ -28,30 +30,42 @@ def run() -> None:
     sys.exit(0)
 
 
+def flush_output() -> int:
+    """Write what is still in a buffer; return 1 if it cannot be written."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return discard_output()
+    except OSError as error:
+        complain(f"olmo-jax: standard output: {error.strerror}; write it to another place")
+        return discard_output()
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return 0, 1 for a user's mistake, 130 for Ctrl-C.
 
     A wrong usage exits with 2, a job in which nothing moves any more with 124 (its watchdog).
     """
-    given = parser().parse_args(arguments)
+    given = parse(arguments)
     try:
         return COMMANDS[given.command](given) or 0
     except UserError as error:
-        print(f"olmo-jax: {error}", file=sys.stderr)
+        complain(f"olmo-jax: {error}")
         return 1
     except BrokenPipeError:
         return discard_output()
     except OSError as error:
-        print(f"olmo-jax: {text_of(error)}", file=sys.stderr)
+        complain(f"olmo-jax: {text_of(error)}")
         return 1
     except KeyboardInterrupt:
-        print("olmo-jax: interrupted", file=sys.stderr)
+        complain("olmo-jax: interrupted")
         return INTERRUPTED
 
 
 def discard_output() -> int:
     """Let what is still to be printed go nowhere: the reader, such as `head`, has gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    discard(sys.stdout)
     return 1
 
 
@@ -86,7 +100,7 @@ def plan(given: argparse.Namespace) -> None:
         # Takes longer to import than all the rest.
         from olmo_jax.plan.picture import draw
 
-        title = f"{given.config} on {made.num_devices} x {made.hardware.name}"
+        title = f"{printable(given.config)} on {made.num_devices} x {made.hardware.name}"
         draw(made, title).savefig(given.picture, dpi=80)
     print(command.rendered(made, as_json=given.json))
 
@@ -114,7 +128,7 @@ def train(given: argparse.Namespace) -> int:
     from olmo_jax.runtime import stop_signal
 
     # Before the imports that take long.
-    stop_signal.end_on_sigterm()
+    stop_signal.end_when_told()
     from olmo_jax.config_file import load
     from olmo_jax.mesh.axes import num_devices_wanted
     from olmo_jax.plan.summary import warnings
@@ -128,7 +142,10 @@ def train(given: argparse.Namespace) -> int:
         warn(warnings(config))
     warn(
         environment.prepare(
-            num_devices_wanted(config.mesh), processes, deterministic=config.train.deterministic
+            num_devices_wanted(config.mesh),
+            processes,
+            deterministic=config.train.deterministic,
+            platform=config.mesh.platform,
         )
     )
     from olmo_jax.runtime.connection import connect
@@ -146,7 +163,8 @@ def evaluate(given: argparse.Namespace) -> None:
     from olmo_jax.train import run_folder
 
     config = run_folder.load_config(given.run, given.overrides)
-    warn(environment.prepare(num_devices_wanted(config.mesh)))
+    wanted = num_devices_wanted(config.mesh)
+    warn(environment.prepare(wanted, platform=config.mesh.platform))
     from olmo_jax.train.evaluate import evaluate as evaluate_run
 
     found, notes = evaluate_run(given.run, config, given.allow_change)
@@ -177,6 +195,7 @@ def tokenize(given: argparse.Namespace) -> None:
     from olmo_jax.data.tokenize import tokenize as tokenize_files
     from olmo_jax.train.progress import StageProgress, open_console
 
+    notes: list[str] = []
     with StageProgress(open_console()) as progress:
         manifest = tokenize_files(
             given.input,
@@ -187,12 +206,14 @@ def tokenize(given: argparse.Namespace) -> None:
             exclude=given.exclude,
             skip_bad=given.skip_bad,
             progress=progress.show,
+            say=notes.append,
         )
-    skipped = f", {manifest.num_skipped} skipped" if given.skip_bad else ""
+    skipped = f", {manifest.num_skipped} skipped" if given.skip_bad or manifest.num_skipped else ""
     print(
         f"{given.output}: {manifest.num_tokens:,} tokens in {manifest.num_documents:,} "
         f"documents{skipped}, vocabulary {manifest.vocab_size:,}"
     )
+    warn(notes)
 
 
 def show(given: argparse.Namespace) -> None:
@@ -241,7 +262,7 @@ def launch_local(given: argparse.Namespace) -> int:
     from olmo_jax.launch.local import launch
 
     line = given.line[1:] if given.line[:1] == ["--"] else given.line
-    asked = parser().parse_args(line)
+    asked = parse(line)
     if asked.command != train.__name__:
         raise UserError(
             f"launch local -- {' '.join(line)}: it starts `train`, and no other command; write "
@@ -281,14 +302,15 @@ def launch_slurm(given: argparse.Namespace) -> None:
         grace_s=given.grace,
         max_restarts=given.max_restarts,
         folder=os.getcwd(),
-        python=given.python,
+        python=given.python or slurm.default_python(),
         env=given.env,
         setup=given.setup,
     )
-    script = slurm.render(config, ["train", str(given.config), *given.overrides], job)
+    text = given.config.read_text(encoding="utf-8")
+    script = slurm.render(config, text, given.overrides, job)
     print(script, end="")
     if not given.dry_run:
-        print(slurm.submit(script, config))
+        print(slurm.submit(script, config, job.python))
 
 
 def launch_kubernetes(given: argparse.Namespace) -> None:
@@ -316,7 +338,7 @@ def launch_kubernetes(given: argparse.Namespace) -> None:
 
 def warn(texts: Sequence[str]) -> None:
     for text in texts:
-        print(f"olmo-jax: warning: {text}", file=sys.stderr)
+        complain(f"olmo-jax: warning: {text}")
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {

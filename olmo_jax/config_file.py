@@ -74,16 +74,21 @@ def _put(tree: Mapping[str, Any], parts: Sequence[str], value: object) -> dict[s
     return {**tree, head: _put(below if isinstance(below, dict) else {}, rest, value)}
 
 
+def merged(tree: Mapping[str, Any], overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Return a config's mapping with the overrides put in, values as they are written."""
+    for override in overrides:
+        parts, value = _split(override)
+        _check_path(parts, value)
+        tree = _put(tree, parts, value)
+    return tree
+
+
 def typed(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Return the config with keys, types and ranges checked, and the rules between keys not yet.
 
     Raises: UserError with every unknown key and every wrong value.
     """
-    tree = {} if path is None else _read(Path(path))
-    for override in overrides:
-        parts, value = _split(override)
-        _check_path(parts, value)
-        tree = _put(tree, parts, value)
+    tree = merged({} if path is None else _read(Path(path)), overrides)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

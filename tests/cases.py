@@ -28,9 +28,9 @@ from olmo_jax.mesh.layout import Layout
 from olmo_jax.model.execution import one_device
 from olmo_jax.model.objective import Divisors, Parts, batch_sums, count, divide, total
 from olmo_jax.model.transformer import by_period
-from olmo_jax.optim import adamw
 from olmo_jax.optim.clip import clip_coefficient
 from olmo_jax.optim.decay import decay_mask
+from olmo_jax.optim.optimizer import optimizer, update
 from olmo_jax.train.program import Program
 from olmo_jax.train.state import State, first_state, shardings
 
@@ -200,7 +200,7 @@ def gradients_of(program: Program, state: State, grad_norm: float) -> dict[str, 
     """Return the gradients of the one step that `state` has taken, read off its first moment."""
     optim = program.config.optim
     scale = float(clip_coefficient(jnp.float32(grad_norm), optim.max_grad_norm))
-    moments = unstaged(program, state.moments["mu"])
+    moments = unstaged(program, state.opt_state.mu)
     return {
         name: np.array(leaf, np.float64) / ((1 - optim.betas[0]) * scale)
         for name, leaf in moments.items()
@@ -275,18 +275,20 @@ def train_on_one_device(
 ) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
     """Return the metrics of a plain loop of oracle, clip and AdamW, and the weights after it."""
     main = dict(jax.tree.map(jnp.asarray, dict(main)))
-    moments, decay = adamw.init(main), decay_mask(main, config.optim.no_decay)
+    adam, decay = optimizer(config.optim), decay_mask(main, config.optim.no_decay)
+    opt_state = adam.init(main)
     layers = config.model.num_routed_layers
     # Random assignment does not read it.
     bias = {EXPERT_BIAS: np.zeros((layers, config.model.num_experts), np.float32)}
-    update = jax.jit(partial(adamw.update, optim=config.optim, decay=decay))
+    weight_decay = config.optim.weight_decay
+    move = jax.jit(partial(update, adam, weight_decay=weight_decay, decay=decay))
     lines = []
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
         parts, counts, gradients = oracle(config, {**main, **bias}, batch, step=step)
         norm = norm_of(gradients)
         scale = clip_coefficient(jnp.float32(norm), config.optim.max_grad_norm)
         clipped = {name: leaf * scale for name, leaf in gradients.items()}
-        main, moments = update(clipped, moments, main, lr=jnp.float32(rate))
+        main, opt_state = move(clipped, opt_state, main, lr=jnp.float32(rate))
         lines.append(
             {
                 "loss": float(parts.cross_entropy),

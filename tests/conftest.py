@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,6 +32,16 @@ def pytest_configure(config):
     config.addinivalue_line(
         "filterwarnings", "ignore:Error reading persistent compilation cache:UserWarning"
     )
+
+
+@pytest.fixture
+def signals_of_a_terminal():
+    """Undo what nohup and a shell's `&` ignore, here and in the processes that a test starts."""
+    given = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in given.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

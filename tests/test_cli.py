@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -9,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-import olmo_jax.config
+import olmo_jax.config_file
+from olmo_jax.arguments import parse
 from olmo_jax.cli import main
 from olmo_jax.config_file import load
 from olmo_jax.runtime import environment
@@ -23,6 +26,7 @@ from olmo_jax.runtime import environment
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 NO_DATA = "data.sources=[{path: no/data}]"
+LAUNCH_LOCAL = ["launch", "local", "--processes", "2", "--"]
 TINY = {
     "mesh": {"expert": 2},
     "model": {
@@ -130,6 +134,47 @@ def test_check_answers_at_once_and_imports_no_jax() -> None:
         assert words in done.stdout
 
 
+def test_version_names_those_of_jax_and_imports_none() -> None:
+    code = (
+        "import sys; from olmo_jax.cli import main\n"
+        "try: main(['--version'])\n"
+        "finally: assert 'jax' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    number = r"\d+\.\d+\.\d+\S*"
+    packages = ", ".join(f"{name} {number}" for name in ("olmo_jax", "jax", "jaxlib"))
+    assert re.fullmatch(f"{packages}, Python {number}\n", done.stdout)
+    assert f"jax {version('jax')}," in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("olmo-jax ch", "check checkpoint"),
+        ("olmo-jax compile c.yaml --target h", "h100 h200"),
+        ("olmo-jax check configs/quick", "configs/quickstart.yaml"),
+        ("olmo-jax plan c.yaml --picture configs/quick", "configs/quickstart.yaml"),
+        ("olmo-jax checkpoint verify configs/quick", "configs/quickstart.yaml"),
+    ],
+)
+def test_bash_completes_commands_choices_and_files(
+    words: str, offered: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--print-completion", "bash"])
+    assert left.value.code == 0
+    tab = (
+        f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
+        "_shtab_olmo_jax; echo ${COMPREPLY[*]}"
+    )
+    script = f"{capsys.readouterr().out}\n{tab}\n"
+    done = subprocess.run(
+        ["bash"], input=script, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stdout == f"{offered}\n", done.stderr
+
+
 def test_check_warns_of_a_key_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", QUICKSTART, "optim.skip_window=64"]) == 0
     assert "optim.skip_window=64 has no effect" in capsys.readouterr().out
@@ -141,6 +186,11 @@ def test_check_warns_of_a_key_without_effect(capsys: pytest.CaptureFixture[str])
         (["check", QUICKSTART, "mesh.expert=3"], "mesh.expert=3 does not divide"),
         (["check", "no/such.yaml"], "no/such.yaml cannot be read"),
         (["train", QUICKSTART, "train.stepz=3"], "nearest known key is train.steps"),
+        (["plan", QUICKSTART, "--json", "optim.lr=-1"], "optim.lr=-1 is below 0"),
+        (
+            [*LAUNCH_LOCAL, "train", QUICKSTART, "--allow-change", "seed", "mesh.expert=3"],
+            "mesh.expert=3 does not divide",
+        ),
         (["train", QUICKSTART, "run_dir=no/run", NO_DATA], "there is no such folder"),
         (["data", "show", QUICKSTART, NO_DATA], "no such folder"),
         (["data", "tokenize", "--input", "no/text", "--output", "x"], "no such file"),
@@ -165,6 +215,10 @@ def test_a_users_mistake_is_one_message_and_exit_1(
         [],
         ["fly"],
         ["train"],
+        ["plan", QUICKSTART, "seed=1", "--jsn"],
+        ["check", QUICKSTART, "--nope", "seed=1"],
+        [*LAUNCH_LOCAL, "train", QUICKSTART, "--nope"],
+        ["checkpoint", "list", "run", "seed=1"],
         ["sample", "run", "text", "--tokens", "0"],
         ["sample", "run", "text", "--temperature", "-1"],
         ["sample", "run", "text", "--temperature", "nan"],
@@ -189,17 +243,104 @@ def test_a_wrong_usage_is_exit_2(arguments: list[str], capsys: pytest.CaptureFix
     assert "usage: olmo-jax" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("plan", "--json"),
+        ("compile", "--target h100"),
+        ("train", "--allow-change seed"),
+        ("data show", "--step 3"),
+        ("launch slurm --nodes 4", "--dry-run"),
+        ("launch kubernetes --nodes 4", "--image olmo-jax:1"),
+    ],
+)
+def test_an_option_stands_anywhere(command: str, option: str) -> None:
+    words = ["c.yaml", "optim.lr=-1", "seed=1"]
+    given = [
+        parse([*command.split(), *words[:place], *option.split(), *words[place:]])
+        for place in range(len(words) + 1)
+    ]
+    assert all(one == given[0] for one in given)
+    assert given[0].overrides == words[1:]
+
+
+def test_options_between_overrides_keep_their_order() -> None:
+    line = "plan --json c.yaml seed=1 --devices 8 seed=2 --search -- seed=3"
+    given = parse(line.split())
+    assert given.overrides == ["seed=1", "seed=2", "seed=3"]
+    assert (given.json, given.devices, given.search) == (True, 8, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("check ~/x", "config"),
+        ("plan ~/x", "config"),
+        ("plan c.yaml --hardware ~/x", "hardware"),
+        ("plan c.yaml --picture ~/x", "picture"),
+        ("compile ~/x", "config"),
+        ("compile c.yaml --hlo ~/x", "hlo"),
+        ("train ~/x", "config"),
+        ("eval ~/x", "run"),
+        ("sample ~/x text", "run"),
+        ("data tokenize --input ~/x --output y", "input"),
+        ("data tokenize --input y --output ~/x", "output"),
+        ("data tokenize --input y --output z --tokenizer ~/x", "tokenizer"),
+        ("data show ~/x", "config"),
+        ("checkpoint list ~/x", "run"),
+        ("checkpoint verify ~/x", "run"),
+        ("checkpoint diff ~/x y", "first"),
+        ("checkpoint diff y ~/x", "second"),
+        ("checkpoint export-weights ~/x y", "run"),
+        ("checkpoint export-weights y ~/x", "out"),
+        ("launch local --processes 2 --logs ~/x -- train c.yaml", "logs"),
+        ("launch slurm --nodes 2 ~/x", "config"),
+        ("launch slurm --nodes 2 c.yaml --python ~/x", "python"),
+        ("launch kubernetes --nodes 2 --image i ~/x", "config"),
+    ],
+)
+def test_a_path_may_be_in_the_home_folder(
+    line: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    given = getattr(parse(line.split()), name)
+    assert str(given[0] if name == "input" else given) == "/home/me/x"
+    with pytest.raises(SystemExit):
+        parse(line.replace("~", "~no-such-user").split())
+    assert "write the whole path" in capsys.readouterr().err
+
+
+def test_tokens_in_the_home_folder_are_written_and_read_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("one and two and three " * 50)
+    no_evaluation = ["data.eval_fraction=0", "train.eval_every=0"]
+    words = ["--input", "~/text.txt", "--output", "~/tokens", "--vocab-size", "300"]
+    assert main(["data", "tokenize", *words]) == 0
+    assert (tmp_path / "tokens" / "manifest.json").exists()
+    assert (
+        main(["data", "show", QUICKSTART, *no_evaluation, "data.sources=[{path: ~/tokens}]"]) == 0
+    )
+    assert not (tmp_path / "~").exists()
+
+
 def test_ctrl_c_is_exit_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(olmo_jax.config, "load", interrupt)
+    monkeypatch.setattr(olmo_jax.config_file, "load", interrupt)
     assert main(["check", QUICKSTART]) == 130
     assert capsys.readouterr().err == "olmo-jax: interrupted\n"
 
 
+@pytest.mark.usefixtures("signals_of_a_terminal")
 def test_ctrl_c_while_compiling_leaves_at_once(folder: Path, variables: dict[str, str]) -> None:
     where = f"run_dir={folder / 'interrupted'}"
     process = started(["train", str(folder / "tiny.yaml"), where, "model.d_model=24"], variables)
@@ -235,8 +376,8 @@ def test_train_leaves_the_run_folder_and_says_so(
 
 @pytest.mark.usefixtures("trained")
 def test_the_resolved_config_trains_the_same_run(folder: Path) -> None:
-    config = olmo_jax.config.load(folder / "run" / "config.yaml")
-    assert config == olmo_jax.config.load(folder / "tiny.yaml")
+    config = olmo_jax.config_file.load(folder / "run" / "config.yaml")
+    assert config == olmo_jax.config_file.load(folder / "tiny.yaml")
 
 
 @pytest.mark.usefixtures("trained", "in_this_process")
@@ -334,15 +475,18 @@ def test_sample_continues_the_prompt(folder: Path, capsys: pytest.CaptureFixture
     assert said[0] != said[1]
 
 
-def test_sigterm_ends_a_run_after_its_step_with_exit_0(
-    folder: Path, variables: dict[str, str]
+# SIGHUP comes when an ssh connection ends.
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("signals_of_a_terminal")
+def test_a_signal_ends_a_run_after_its_step_with_exit_0(
+    folder: Path, variables: dict[str, str], number: signal.Signals
 ) -> None:
-    run_dir = folder / "stopped"
+    run_dir = folder / f"stopped by {number.name}"
     process = started(
         ["train", str(folder / "tiny.yaml"), f"run_dir={run_dir}", "train.steps=1000000"], variables
     )
     wait_for(process, "step 1/")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     steps = [line["step"] for line in metrics(run_dir)]

@@ -10,14 +10,15 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from olmo_jax.arguments import parser
+from olmo_jax.arguments import parse
 from olmo_jax.config import document
 from olmo_jax.config.messages import record_in, show
 from olmo_jax.config.records import Config, Record
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FRONT = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+PAGES = [*FRONT, *sorted((ROOT / "docs").glob("*.md"))]
 SECTIONS = "mesh|parallel|model|optim|data|train|checkpoint"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -123,7 +124,9 @@ def test_relative_links_resolve(page: Path) -> None:
 def test_command_lines_parse(page: Path) -> None:
     known = set(FIELDS)
     for arguments in commands(page):
-        given = parser().parse_args(arguments)
+        given = parse(arguments)
+        if "line" in given:
+            given = parse(given.line[given.line[0] == "--" :])
         for override in getattr(given, "overrides", []):
             assert override.partition("=")[0] in known, override
 
@@ -138,6 +141,12 @@ def test_the_readme_shows_every_command() -> None:
     lines = commands(PAGES[0])
     shown = {" ".join(words[: 2 if words[0] in groups else 1]) for words in lines}
     assert shown == {"check", "plan", "compile", "train", "eval", "sample", *wanted}
+
+
+def test_the_changelog_has_the_version() -> None:
+    number = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert number is not None
+    assert f"\n## {number[1]} - " in FRONT[2].read_text(encoding="utf-8")
 
 
 @every_page

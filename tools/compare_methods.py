@@ -40,6 +40,7 @@ from olmo_jax.config.records import (
     TrainConfig,
 )
 from olmo_jax.errors import UserError
+from olmo_jax.formatting import MIB
 from olmo_jax.rules import validate
 from olmo_jax.runtime.environment import prepare, runs_on_gpu
 
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 MIN_WIDTH = 120
 """Columns of the output where it goes to a file or a narrow terminal."""
-MIB = 2**20
 FORMATS = (".png", ".svg")
 
 HUES = ("blue", "cyan", "green", "red", "orange", "olive", "purple", "brown")
@@ -129,7 +129,7 @@ def config_of(
     )
     return validate(
         Config(
-            mesh=MeshConfig(**method.mesh),
+            mesh=MeshConfig.model_validate(method.mesh),
             parallel=ParallelConfig(**method.parallel),
             model=model,
             # Nothing is read: the batches are drawn here.

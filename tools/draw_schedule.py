@@ -26,7 +26,7 @@ from olmo_jax.parallel.pipeline import (
     timeline,
     validate,
 )
-from olmo_jax.parallel.pipeline.clock import BACKWARD_UNITS, FORWARD_UNITS
+from olmo_jax.parallel.pipeline.timeline import BACKWARD_UNITS, FORWARD_UNITS
 
 FORMATS = (".png", ".svg")
 UNIT_INCHES = 0.24
@@ -79,7 +79,7 @@ def _title(schedule: Schedule) -> str:
 
 def _draw_ops(axes: Axes, schedule: Schedule, number_points: float) -> None:
     times = timeline(schedule)
-    stages = stages_of(schedule.placement, schedule.ranks, schedule.chunks)
+    stages = stages_of(schedule.ranks, schedule.chunks)
     for (rank, chunk), stage in np.ndenumerate(stages):
         for microbatch in range(schedule.microbatches):
             for kind, starts in (("F", times.forward), ("B", times.backward)):
@@ -124,7 +124,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("schedule", choices=SCHEDULES)
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--chunks", type=int, default=1, help="per rank; v has 2 (default: 1)")
+    parser.add_argument("--chunks", type=int, default=1, help="per rank (default: 1)")
     parser.add_argument("--microbatches", type=int, required=True)
     parser.add_argument(
         "--output", type=Path, nargs="+", required=True, help="files that end in .png or .svg"

@@ -27,10 +27,10 @@ from olmo_jax.config.records import (
     TrainConfig,
 )
 from olmo_jax.errors import UserError
+from olmo_jax.formatting import MIB
 from olmo_jax.rules import validate
 from olmo_jax.runtime.environment import prepare
 
-MIB = 2**20
 METHODS: tuple[Literal["ulysses", "ring"], ...] = ("ulysses", "ring")
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from olmo_jax.config_file import load
 from olmo_jax.errors import UserError
+from olmo_jax.formatting import binary_bytes
 from olmo_jax.mesh.axes import DENSE_DATA_AXES, num_devices_wanted, resolve
 from olmo_jax.runtime.environment import prepare
 
@@ -68,7 +69,7 @@ def _place(in_loop: bool) -> str:
 def _traced_cells(contract: "Contract") -> dict[str, str]:
     return {
         f"{_place(t.in_loop)} {t.kind} {t.dtype} over {' x '.join(t.axes)}": (
-            f"{t.count} x, {size(t.sent_bytes)}"
+            f"{t.count} x, {binary_bytes(t.sent_bytes)}"
         )
         for t in contract.totals
     }
@@ -96,17 +97,9 @@ def _control_cells(contract: "Contract") -> dict[str, str]:
 def _size_cells(contract: "Contract") -> dict[str, str]:
     return {
         "FLOPs of matrix products": f"{contract.matmul_flops:.4g}",
-        "donated": size(sum(contract.donated.values())),
-        **{f"memory: {name}": size(value) for name, value in contract.memory.items()},
+        "donated": binary_bytes(sum(contract.donated.values())),
+        **{f"memory: {name}": binary_bytes(value) for name, value in contract.memory.items()},
     }
-
-
-def size(num_bytes: float) -> str:
-    """Return bytes in the largest unit that leaves at least one."""
-    if num_bytes < 1024:
-        return f"{num_bytes:.0f} B"
-    power = min(int(math.log2(num_bytes) // 10), 4)
-    return f"{num_bytes / 1024**power:.2f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def measure_columns(

@@ -53,7 +53,7 @@ NAMES: Mapping[str, Named] = {
 
 ALWAYS_SAVED = ("router_choice", "router_weights")
 """The experts of each token and how much each counts. XLA may round a value otherwise where it is
-computed again, and another rounding could be another expert: both passes must see one routing.
+rematerialized, and another rounding could be another expert: both passes must see one routing.
 """
 
 GATHERED = "gathered_weight"
@@ -96,7 +96,7 @@ def present_names(config: Config) -> frozenset[str]:
 
 
 def rematerialized_names(config: Config) -> frozenset[str]:
-    """Return the names that the backward pass computes again."""
+    """Return the names that the backward pass rematerializes."""
     policy = config.train.recompute
     return frozenset(POLICIES[policy] if isinstance(policy, str) else policy)
 
@@ -151,6 +151,7 @@ def _normaliser(
 
     The query heads of one key head are rows of a block.
     """
+    # As `ops.blockwise` has it: the last block is padded, and its padding has a normaliser too.
     size, number = pieces(positions // parts, block_size(positions // parts))
     shape = (parts * number, device.rows, key_heads, size * heads // key_heads)
     return Activation("attention_logsumexp", "float32", shape)
@@ -181,6 +182,10 @@ def _is_read(model: ModelConfig, device: DeviceSizes, saved: frozenset[str], nam
 
     Norms, clipping and scales read their input; biases and rotations do not.
     """
+    #     projection -> bias, norm, clip, rotation, scale -> exchange -> attention
+    #
+    # Attention reads what was exchanged. If that is saved, only a step before it whose gradient
+    # needs its input still reads the projection.
     exchanged = "exchanged_query" if name == "query" else "exchanged_key_value"
     if device.sequence_ranks == 1 or device.context == "ring" or exchanged not in saved:
         return True

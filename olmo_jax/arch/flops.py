@@ -44,6 +44,11 @@ def matmul(m: int, k: int, n: int) -> Flops:
 
 def attended_pairs(length: int, window: int | None) -> int:
     """Return a sequence's (query, key) pairs: causal, the last `window` keys if given."""
+    #     k . . . .
+    #     k k . . .     window 3 of 5: a triangle of the first 3 queries, then 3 keys a query:
+    #     k k k . .     3 * 4 / 2 + 2 * 3
+    #     . k k k .
+    #     . . k k k
     width = length if window is None else min(window, length)
     return width * (width + 1) // 2 + (length - width) * width
 
@@ -62,6 +67,7 @@ def attention_projections(model: ModelConfig, tokens: int) -> Flops:
 
 def attention_scores(model: ModelConfig, pairs: int) -> Flops:
     """Return the FLOPs of one layer's scores, `pairs` of all heads, and of those times values."""
+    # A pair is one dot product of head_dim numbers, and as much for its weight times the value.
     one = matmul(pairs, model.head_dim, 1)
     return one + one
 
@@ -120,7 +126,8 @@ def components(
 
     `pairs(window)` are the (head, query, key) that a layer with this window computes for all its
     `tokens`, `rows` the rows that pass a layer's routed experts: with the numbers that a model
-    needs this is its own work, with those of a program (all pairs of its blocks, whole tiles) what that executes.
+    needs this is its own work, with those of a program (all pairs of its blocks, whole tiles) what
+    that executes.
     """
     runs = ((layer, 1) for layer in range(model.num_layers))
     layers = of_layers(model, runs, tokens=tokens, pairs=pairs, rows=rows)

@@ -52,8 +52,13 @@ def _fits(model: ModelConfig, start: int, stop: int, period: int) -> bool:
 def layer_groups(model: ModelConfig) -> LayerGroups:
     """Split the layers into leading, body and trailing; the body is as long as it can be.
 
-    Of two such bodies the later one: a pipeline has no place for trailing layers.
+    Of two such bodies the later one: a pipeline has no stage for trailing layers.
     """
+    # Pattern w w w F, 10 layers, layer 0 dense. Of 9 routed layers 8 are whole periods:
+    #
+    #     layer    0  1  2  3  4  5  6  7  8  9
+    #     window   w  w  w  F  w  w  w  F  w  w
+    #     group    leading  body, w F w w twice: a period begins at any phase of the pattern
     routed = model.num_routed_layers > 0
     first = model.num_dense_layers if routed else 0
     period = max(len(model.windows.pattern), 1)
@@ -125,6 +130,7 @@ def stage_layout(num_layers: int, ranks: int, chunks: int, *, period: int = 1) -
     chunks, so a stage holds whole periods.
     """
     stages = ranks * chunks
+    # Rounded up to whole periods, not to layers: 7 layers of period 2 on 2 stages are 4 a stage.
     per_stage = -(-num_layers // (stages * period)) * period
     layers = np.arange(stages * per_stage, dtype=np.int32)
     layers[num_layers:] = PADDING_LAYER

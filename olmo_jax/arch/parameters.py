@@ -29,7 +29,7 @@ STACKED = "layers"
 """The logical dim of stacked layers, which is scanned."""
 
 STAGED = ("chunks", "stages", STACKED)
-"""What stands in its place if a pipeline divides the layers: [chunks, ranks, a stage's layers]."""
+"""What replaces it if a pipeline divides the layers: [chunks, ranks, a stage's layers]."""
 
 
 class Parameter(NamedTuple):
@@ -228,6 +228,7 @@ def active_parameters(model: ModelConfig) -> int:
 
     The embedding counts in full, as in olmo_core 3.0.0.
     """
+    # A leaf of experts has all of them along one dim, each with the same shape.
     return sum(
         leaf.size // model.num_experts * model.top_k if "experts" in leaf.dims else leaf.size
         for leaf in parameters(model).values()
@@ -251,4 +252,6 @@ def standard_deviation(model: ModelConfig, init: Init, layer: int, fan_in: int) 
         return std if init == "shared" else fan_in**-0.5
     if init == "attention_in" or method == "normal":
         return std
+    # What is added to the residual stream: two addends a layer, so the variance of their sum does
+    # not grow with the depth.
     return std / math.sqrt(2 * (model.num_layers if method == "llama" else layer + 1))

@@ -40,13 +40,14 @@ class Pieces(NamedTuple):
 
 
 def pieces(length: int, most: int) -> Pieces:
-    """Cut `length` into pieces of `most`, or into one if it is shorter."""
+    """Split `length` into pieces of `most`, or into one if it is shorter."""
     size = min(length, most)
     return Pieces(size, math.ceil(length / size))
 
 
 def block_size(length: int) -> int:
     """Return the length of equal blocks of at most `BLOCK` positions, the last one padded least."""
+    # 300 positions: 2 blocks of 150, and not 256 + 256 with 212 of padding.
     return math.ceil(length / math.ceil(length / BLOCK))
 
 
@@ -57,6 +58,16 @@ def block_pairs(
 
     The queries' stretch of `length` positions begins `distance` after the keys' stretch.
     """
+    # 2 <= window <= size + 1, 4 blocks:
+    #
+    #     keys       0 1 2 3
+    #     queries 0  x
+    #             1  x x
+    #             2  . x x          .: outside the window of every query of the block
+    #             3  . . x x
+    #
+    # A pair is listed if some query of its block sees some key: the last query (queries + size - 1)
+    # is at or after the first key.
     size = block_size(length)
     queries = np.arange(math.ceil(length / size))[:, None] * size + distance
     keys = np.arange(math.ceil(length / size))[None, :] * size
@@ -72,6 +83,13 @@ def held_pieces(context: Context, rank: Any, num_ranks: int) -> tuple[Any, ...]:
 
     With a ring they are one from each end, so that causal work is even.
     """
+    # Ring, 2 ranks, 4 pieces. A piece sees itself and those before it:
+    #
+    #     piece    0  1  2  3
+    #     rank     0  1  1  0
+    #     sees     1  2  3  4     pieces: 1 + 4 on rank 0, 2 + 3 on rank 1
+    #
+    # In order (0 1 on rank 0) it would be 3 and 7, and every hop waits for the slowest rank.
     return (rank,) if PIECES[context] == 1 else (rank, 2 * num_ranks - 1 - rank)
 
 
@@ -84,12 +102,13 @@ def padded_length(length: int, context: Context, num_ranks: int) -> int:
 
 
 def head_copies(num_kv_heads: int, num_ranks: int) -> int:
-    """Return how often each key head must be there for the ranks to share them evenly."""
+    """Return how many copies of each key head the ranks need to share them evenly."""
+    # lcm(heads, ranks) / heads. 4 ranks, 6 heads: 2 copies of each make 12 heads, 3 a rank.
     return num_ranks // math.gcd(num_kv_heads, num_ranks)
 
 
 class Hop(NamedTuple):
-    """What a rank attends to when the keys at hand have come over `shift` ranks: pairs of blocks.
+    """What a rank attends to when the keys it has have come over `shift` ranks: pairs of blocks.
 
     `across`: queries of its second piece, keys of the first piece. `within`: of its own keys,
     queries and keys of the same piece; of other keys, both of the first pieces or both of the
@@ -107,6 +126,8 @@ def ring_hops(piece: int, num_ranks: int, window: int | None) -> tuple[Hop, ...]
     All ranks run one program, so each hop has the pairs of the rank that has most of them: the one
     whose pieces are nearest. `piece` is the length of a piece.
     """
+    # The nearest pair of pieces sees the most under a window, so its blocks include those of every
+    # other rank, which masks what it does not see. Without a window only distance 0 is different.
     hops = []
     for shift in range(num_ranks):
         others = [(rank - shift) % num_ranks for rank in range(num_ranks)]
@@ -124,6 +145,8 @@ def ring_hops(piece: int, num_ranks: int, window: int | None) -> tuple[Hop, ...]
 
 def tile_rows(num_rows: int, num_groups: int, fewest: int, most: int) -> int:
     """Return the rows of a tile: half a tile more per group must stay a small part of the work."""
+    # The rests multiply up to (E - 1) tile / 2 rows. With tile <= rows / (2 E) that is below a
+    # quarter of the rows.
     fair = max(num_rows // (2 * num_groups), 1)
     power_of_two = 1 << (fair.bit_length() - 1)
     return min(max(power_of_two, fewest), most, num_rows)

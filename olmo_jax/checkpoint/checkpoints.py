@@ -12,11 +12,12 @@ from olmo_jax.checkpoint import disk_errors, folders, manifest, reading
 from olmo_jax.checkpoint.checksum import examined
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, resized, stored, unstored
 from olmo_jax.checkpoint.manifest import Position, Saved
+from olmo_jax.checkpoint.protocols import Program, S, State
 from olmo_jax.config.records import CheckpointConfig, Config
 from olmo_jax.errors import UserError
 
-_FINITE = ("main", "mu", "nu")
-"""What no step can go on from once it is not finite; the history may tell of bad losses."""
+_MAY_BE_NONFINITE = ("history",)
+"""The history may tell of bad losses; from anything else that is not finite no step can resume."""
 
 _NAMED = 4
 
@@ -37,10 +38,10 @@ class Checkpoints:
         refuse_lost: Callable[[], None] = lambda: None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`refuse_lost` raises once the run folder is another one; `tell` takes what is said."""
+        """`refuse_lost` raises once the run folder is another; `tell` takes what is to be said."""
         self._run_dir = run_dir
         self._config = config
-        self._refuse_lost, self._tell = refuse_lost, tell
+        self.refuse_lost, self._tell = refuse_lost, tell
         self._named: set[int] = set()
         self._writing: int | None = None
         self._quiet = disk_errors.without_tracebacks()
@@ -86,7 +87,7 @@ class Checkpoints:
         return folders.steps(self._run_dir)
 
     def save(
-        self, state: Any, position: Position, *, config: Config, facts: Mapping[str, str]
+        self, state: State, position: Position, *, config: Config, facts: Mapping[str, str]
     ) -> None:
         """Write a checkpoint; return once the next step may have the buffers.
 
@@ -97,10 +98,12 @@ class Checkpoints:
             finite; what was whole before stays.
         """
         self.wait()
-        self._refuse_lost()
+        self.refuse_lost()
+        # On the devices, before the next step may have the buffers; the write comes behind it.
         leaves = flat(stored(state))
         checksums, nonfinite = examined(leaves)
-        self._refuse_nonfinite([key for key in nonfinite if key.role in _FINITE], position, config)
+        bad = [key for key in nonfinite if key.role not in _MAY_BE_NONFINITE]
+        self._refuse_nonfinite(bad, position, config)
         described = manifest.describe(leaves, checksums, position, config, facts)
         if self._is_there(described):
             return
@@ -156,15 +159,16 @@ class Checkpoints:
             except Exception:
                 self._remove_part()
                 raise
+            # Only now: until the new one is whole, the old ones are what a run goes on from.
             if prune and written is not None and jax.process_index() == 0:
-                self._refuse_lost()
+                self.refuse_lost()
                 self._remove_superfluous(written)
 
     def _remove_part(self) -> None:
         """Give back the room that a refused write took, if the disk lets us."""
         if jax.process_index() == 0:
             with contextlib.suppress(OSError, UserError):
-                self._refuse_lost()
+                self.refuse_lost()
                 folders.remove_unfinished(self._run_dir)
 
     def _remove_superfluous(self, newest: int) -> None:
@@ -195,7 +199,7 @@ class Checkpoints:
         kept = f"the one of step {there[-1]} is whole" if there else "there is no earlier one"
         return disk_errors.of_writing(folders.root_of(self._run_dir), kept)
 
-    def restore(self, program: Any, step: int | None = None) -> tuple[Any, Saved]:
+    def restore(self, program: Program[S], step: int | None = None) -> tuple[S, Saved]:
         """Return the state of a step, the last one if none is given, laid out as `program` asks.
 
         Raises: UserError naming a leaf that is missing, too much, of another shape or damaged.
@@ -240,7 +244,7 @@ def restore_weights(
     *,
     config: Config | None = None,
 ) -> dict[str, jax.Array]:
-    """Return FP32 weights and selection biases by name, in the shapes and shardings of `shapes`.
+    """Return FP32 weights and expert biases by name, in the shapes and shardings of `shapes`.
 
     Raises: UserError naming a leaf that is missing, too much, of another shape or damaged; with
         the keys that differ, if `config` says what the shapes are of.

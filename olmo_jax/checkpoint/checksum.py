@@ -32,6 +32,8 @@ def _words(leaf: Shaped[jax.Array, "*dims"]) -> UInt32[jax.Array, "*dims"]:
 
 def _key(salt: int, start: UInt32[jax.Array, " rank"], shape: tuple[int, ...]) -> jax.Array:
     """Return a random word for each element, out of one a coordinate: no index exceeds 32 bits."""
+    # key[i, j] = salt + mix(a + i) + mix(b + j), a and b from the salt and the dim. A flat index
+    # would pass 2^32 for large leaves, and a block would need the shape of its leaf.
     key = jnp.full((1,) * len(shape), salt, jnp.uint32)
     for dim, size in enumerate(shape):
         offset = start[dim] + jnp.uint32((salt + dim * _GOLDEN) & 0xFFFFFFFF)
@@ -45,6 +47,8 @@ def _examined(
     leaf: Shaped[jax.Array, "*dims"], start: UInt32[jax.Array, " rank"]
 ) -> tuple[Checksum, jax.Array]:
     """Return a leaf's sums and whether all of it is finite, in one pass over it."""
+    # word -> word ^ key -> mix is a bijection for each element: if one element changes, so does its
+    # addend, and the sum. Addition modulo 2^32 has no order, so any sharding gives the same sum.
     words = _words(leaf)
     sums = Checksum(
         *(jnp.sum(mix(words ^ _key(salt, start, leaf.shape)), dtype=jnp.uint32) for salt in _SALTS)
@@ -57,7 +61,7 @@ def block_checksum(
 ) -> Checksum:
     """Return the sums of a leaf, or of the block of it that begins at `start`, on its devices.
 
-    Each element's bits and place go through a bijection of 32 bits, so that one changed element
+    Each element's bits and index go through a bijection of 32 bits, so that one changed element
     always changes both sums, and any other change goes unseen once in 2^64.
 
     Comm: two psums of 4 bytes, made by GSPMD where the leaf is sharded.

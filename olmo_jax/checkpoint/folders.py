@@ -10,8 +10,8 @@ from pathlib import Path
 from etils import epath
 
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import CHECKPOINTS
 
-FOLDER = "checkpoints"
 RUN_ID = "run_id"
 """In a run folder: names its run. A checkpoint has it under this name among its facts."""
 STATE, MANIFEST = "state", "manifest"
@@ -61,7 +61,7 @@ def _check_bucket(given: str, scheme: str) -> None:
 
 def root_of(run_dir: RunDir) -> epath.Path:
     """Return the folder of a run's checkpoints."""
-    return path_of(run_dir) / FOLDER
+    return path_of(run_dir) / CHECKPOINTS
 
 
 def folder_of(run_dir: RunDir, step: int) -> epath.Path:
@@ -188,18 +188,18 @@ def find(path: RunDir, step: int | None = None) -> epath.Path:
     if named is not None and is_whole(folder):
         return _only(folder, named, step)
     there = steps(path)
-    if not there and named is not None and folder.parent.name == FOLDER:
+    if not there and named is not None and folder.parent.name == CHECKPOINTS:
         return find(folder.parent.parent, named)
-    if not there and folder.name == FOLDER and _steps_in(folder):
+    if not there and folder.name == CHECKPOINTS and _steps_in(folder):
         raise UserError(
             f"{folder} is inside a run folder; a run folder or the folder of one step is needed; "
             f"name {folder.parent}"
         )
     if not there:
         raise UserError(
-            f"{folder} holds no checkpoint: {FOLDER}/ has no {_PREFIX}<number> that was written to "
-            "its end; a run writes one every checkpoint.every steps and when it ends or is "
-            "stopped; name the folder of such a run"
+            f"{folder} holds no checkpoint: {CHECKPOINTS}/ has no {_PREFIX}<number> that was "
+            "written to its end; a run writes one every checkpoint.every steps and when it ends "
+            "or is stopped; name the folder of such a run"
         )
     if step is not None and step not in there:
         listing = ", ".join(map(str, there))
@@ -260,6 +260,8 @@ def is_linked(folder: epath.Path) -> bool:
 
 def remove(folder: epath.Path) -> None:
     """Remove a checkpoint: its mark first, so that no part of it is taken for a whole one."""
+    # A process that is killed in between leaves a folder without a mark, which `remove_unfinished`
+    # takes.
     (folder / _COMMITTED).unlink()
     folder.rmtree()
 
@@ -269,6 +271,8 @@ def superfluous(there: Iterable[int], newest: int, *, keep: int, keep_every: int
 
     What is ahead of `newest` stays: another attempt of the run wrote it.
     """
+    # keep=2, keep_every=100, newest=270 of 100 150 200 250 260 270 300: 150 and 250 go. 300 stays,
+    # and 260 and 270 are the newest two of those up to `newest`.
     past = sorted(step for step in there if step <= newest)
     kept_forever = {step for step in past if keep_every and step % keep_every == 0}
     return [step for step in past[:-keep] if step not in kept_forever]

@@ -14,10 +14,9 @@ from olmo_jax.config.messages import faults, show, together
 from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.data.tokenize import read_tokenizer_file
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import CONFIG, TOKENIZER
 from olmo_jax.rules.resume_policy import Change
 from olmo_jax.rules.same_model import computed_differently
-
-CONFIG, TOKENIZER = "config.yaml", "tokenizer.json"
 
 
 def model_of(saved: Saved) -> ModelConfig:

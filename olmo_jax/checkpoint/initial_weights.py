@@ -13,19 +13,19 @@ from olmo_jax.arch.parameters import parameters
 from olmo_jax.checkpoint import folders, identity, reading
 from olmo_jax.checkpoint.checkpoints import read_saved
 from olmo_jax.checkpoint.checksum import examined
-from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, stored
+from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, opt_state_of, stored
+from olmo_jax.checkpoint.protocols import Leaves, Program
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import TOKENIZER
 from olmo_jax.interop import files, huggingface
 from olmo_jax.interop.expressible import exchanged
-from olmo_jax.interop.olmo3moe import model_config
-
-Leaves = dict[str, Any]
+from olmo_jax.interop.olmo3moe_config import model_config
 
 _NAMED = 4
 
 
 def refuse_start(
-    program: Any, facts: Mapping[str, str] | None = None, allowed: Collection[str] = ()
+    program: Program[Any], facts: Mapping[str, str] | None = None, allowed: Collection[str] = ()
 ) -> list[str]:
     """Refuse a source of first weights that cannot give what `program` asks; no array is read.
 
@@ -59,7 +59,7 @@ def refuse_start(
 
 
 def _refuse_huggingface(
-    folder: Path, program: Any, facts: Mapping[str, str], allowed: Collection[str]
+    folder: Path, program: Program[Any], facts: Mapping[str, str], allowed: Collection[str]
 ) -> list[str]:
     """Refuse a Hugging Face folder as `refuse_start` does."""
     _refuse_moments(folder, program)
@@ -69,15 +69,15 @@ def _refuse_huggingface(
         raise UserError(f"{folder}: {error}") from None
     _check(folder, parameters(model), program)
     changes = identity.refuse_other_model(folder, model, exchanged(program.config.model), allowed)
-    there = identity.digests_of_tokenizer(folder / identity.TOKENIZER)
+    there = identity.digests_of_tokenizer(folder / TOKENIZER)
     other = identity.refuse_other_tokenizer(folder, there, facts, allowed)
     return [f"{folder}: {text}" for text in [*map(str, changes), *other]]
 
 
 def initial_weights(
-    path: str | os.PathLike[str], program: Any
-) -> tuple[Leaves, Leaves, Leaves | None]:
-    """Return main weights, router bias and moments (None unless asked for) as `path` has them.
+    path: str | os.PathLike[str], program: Program[Any]
+) -> tuple[Leaves, Leaves, Any]:
+    """Return main weights, router bias and optimizer's state (None unless asked for) of `path`.
 
     A run folder gives its last checkpoint, or the one that `path` is; a Hugging Face folder has
     neither moments nor router bias, which then starts at zero.
@@ -95,8 +95,7 @@ def initial_weights(
     main, expert_bias = tree["main"], tree.get("router_bias", {})
     if not program.config.checkpoint.init_moments:
         return main, expert_bias, None
-    count = tree["counters"]["moments"]
-    return main, expert_bias, {"mu": tree["mu"], "nu": tree["nu"], "count": count}
+    return main, expert_bias, opt_state_of(tree, program.abstract_stored())
 
 
 def _folder(path: str | os.PathLike[str]) -> epath.Path:
@@ -113,19 +112,20 @@ def _is_huggingface(folder: epath.Path) -> bool:
     return (folder / files.CONFIG).exists()
 
 
-def _roles(program: Any) -> tuple[str, ...]:
-    """Return the roles of the leaves that are read."""
-    moments = ("mu", "nu", "counters") if program.config.checkpoint.init_moments else ()
-    return (*WEIGHTS, *moments)
+def _roles(program: Program[Any]) -> tuple[str, ...]:
+    """Return the roles of the leaves that are read: all but the history, or the weights alone."""
+    if not program.config.checkpoint.init_moments:
+        return WEIGHTS
+    return (*WEIGHTS, *(role for role in stored(program.abstract_stored()) if role != "history"))
 
 
-def _wanted(program: Any) -> dict[Key, Any]:
+def _wanted(program: Program[Any]) -> dict[Key, Any]:
     """Return the leaves that are read of another run, as `program` lays them out."""
     leaves, roles = flat(stored(program.abstract_stored())), _roles(program)
     return {key: leaf for key, leaf in leaves.items() if key.role in roles}
 
 
-def _refuse_moments(folder: os.PathLike[str], program: Any) -> None:
+def _refuse_moments(folder: os.PathLike[str], program: Program[Any]) -> None:
     if program.config.checkpoint.init_moments:
         raise UserError(
             f"checkpoint.init_moments=true, but checkpoint.init_from={os.fspath(folder)} is a "
@@ -134,7 +134,7 @@ def _refuse_moments(folder: os.PathLike[str], program: Any) -> None:
         )
 
 
-def _from_huggingface(folder: Path, program: Any) -> tuple[Leaves, Leaves, None]:
+def _from_huggingface(folder: Path, program: Program[Any]) -> tuple[Leaves, Leaves, None]:
     _refuse_moments(folder, program)
     _, params = huggingface.load(folder)
     _check(folder, params, program)
@@ -148,12 +148,12 @@ def _from_huggingface(folder: Path, program: Any) -> tuple[Leaves, Leaves, None]
     return main, expert_bias, None
 
 
-def _check(folder: os.PathLike[str], found: Mapping[str, Any], program: Any) -> None:
+def _check(folder: os.PathLike[str], found: Mapping[str, Any], program: Program[Any]) -> None:
     """Compare a folder's leaves, arrays or shapes, with the program's."""
     like = program.abstract_stored()
     there = {name: list(leaf.shape) for name, leaf in found.items()}
     asked = {name: list(leaf.shape) for name, leaf in like.main.items()}
-    # A selection bias that the folder lacks starts at zero.
+    # An expert bias that the folder lacks starts at zero.
     asked |= {n: list(leaf.shape) for n, leaf in like.expert_bias.items() if n in there}
     differing = sorted(name for name in {*there, *asked} if there.get(name) != asked.get(name))
     if differing:

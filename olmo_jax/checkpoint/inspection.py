@@ -16,20 +16,13 @@ from olmo_jax.checkpoint.checkpoints import read_saved
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key
 from olmo_jax.checkpoint.manifest import Saved
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import TOKENIZER
+from olmo_jax.formatting import decimal_bytes
 from olmo_jax.interop import huggingface
 from olmo_jax.interop.expressible import check_expressible
 
 _NAMED = 8
 _PIPE_WIDTH = 200
-
-
-def size_text(num_bytes: int | float) -> str:
-    """Return a number of bytes with three digits and its unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def listed(run: str) -> Table:
@@ -55,7 +48,7 @@ def _row(folder: epath.Path) -> tuple[str, ...]:
     except UserError:
         return step, "manifest damaged", "", ""
     written = saved.written.removesuffix("+00:00").replace("T", " ")
-    size = size_text(folders.num_bytes(saved.folder))
+    size = decimal_bytes(folders.num_bytes(saved.folder))
     return step, f"{written} UTC", size, f"{saved.position.tokens:,}"
 
 
@@ -78,7 +71,7 @@ def verify(run: str, step: int | None) -> str:
         )
     reading.check_metadata(saved)
     size = sum(_num_bytes(saved, key) for key in saved.leaves)
-    return f"{saved.folder}: {len(saved.leaves)} leaves, {size_text(size)}, all as written"
+    return f"{saved.folder}: {len(saved.leaves)} leaves, {decimal_bytes(size)}, all as written"
 
 
 def _num_bytes(saved: Saved, key: Key) -> int:
@@ -110,6 +103,8 @@ def difference(a: Saved, b: Saved, key: Key) -> Difference | str | None:
     if a.leaves[key][:2] != b.leaves[key][:2]:
         texts = (f"{one.leaves[key].dtype}{list(one.leaves[key].shape)}" for one in (a, b))
         return " and ".join(texts)
+    # One block of each at a time. Equal means equal bits: NaN equals itself, and -0 is not 0.
+    # Squares of blocks add up to those of the leaf.
     pairs = list(map(_compared, _blocks(a, key), _blocks(b, key)))
     if all(pair.equal for pair in pairs):
         return None
@@ -181,9 +176,9 @@ def export_weights(run: str, out: Path) -> str:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already and not empty; export into a new folder")
     huggingface.save(out, model, weights_on_host(saved))
-    tokenizer = identity.run_dir_of(saved) / identity.TOKENIZER
+    tokenizer = identity.run_dir_of(saved) / TOKENIZER
     if tokenizer.exists():
-        shutil.copyfile(tokenizer, out / identity.TOKENIZER)
+        shutil.copyfile(tokenizer, out / TOKENIZER)
     return f"{out}: the weights of step {saved.position.step} ({saved.folder})"
 
 

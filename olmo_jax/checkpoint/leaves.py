@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from olmo_jax.checkpoint.protocols import S, State
+from olmo_jax.optim.opt_state import Parts, join, split
+
 Tree = dict[str, dict[str, Any]]
 """Arrays, or what describes them, by role and name."""
 
@@ -23,28 +26,48 @@ class Key(NamedTuple):
         return f"{self.role}/{self.name}"
 
 
-def stored(state: Any) -> Tree:
+def stored(state: State) -> Tree:
     """Return what is stored of a state: all but the compute weights, which `main` determines.
 
-    The state is one of `Program.stored`, whose leaves no mesh has divided.
+    Of the optimizer's state each part that follows the parameters is a role by its own name, and
+    any other array a leaf of `counters`. The state is one of `Program.stored`, whose leaves no mesh
+    has divided.
     """
-    tree = {
-        "main": state.main,
-        "mu": state.moments["mu"],
-        "nu": state.moments["nu"],
-        "router_bias": state.expert_bias,
-        "history": state.history,
-        "counters": {"step": state.step, "moments": state.moments["count"]},
-    }
+    parts = split(state.opt_state, state.main.keys())
+    others = {_counter(name): leaf for name, leaf in parts.others.items()}
+    # As keyword arguments, a name of the optimizer that is taken is an error.
+    tree: Tree = dict(
+        main=state.main,
+        router_bias=state.expert_bias,
+        history=state.history,
+        counters=dict(step=state.step, **others),
+        **parts.parameters,
+    )
     return {role: dict(leaves) for role, leaves in tree.items() if leaves}
 
 
-def unstored(tree: Tree, like: Any) -> Any:
+def opt_state_of(tree: Tree, like: State) -> Any:
+    """Return the optimizer's state out of a restored tree; `like` is a state of the same kind."""
+    names = like.main.keys()
+    parts = split(like.opt_state, names)
+    found = Parts(
+        parameters={role: tree[role] for role in parts.parameters},
+        others={name: tree["counters"][_counter(name)] for name in parts.others},
+    )
+    return join(found, like.opt_state, names)
+
+
+def _counter(name: str) -> str:
+    """Return the name in a checkpoint of an array that follows no parameters."""
+    return "moments" if name == "count" else name
+
+
+def unstored(tree: Tree, like: S) -> S:
     """Return the state of a restored tree, without compute weights; `like` is of the same kind."""
     return like._replace(
         weights={},
         main=tree["main"],
-        moments={"mu": tree["mu"], "nu": tree["nu"], "count": tree["counters"]["moments"]},
+        opt_state=opt_state_of(tree, like),
         expert_bias=tree.get("router_bias", {}),
         history=tree["history"],
         step=tree["counters"]["step"],
@@ -87,6 +110,8 @@ def blocks(shape: tuple[int, ...], num_elements: int) -> Iterator[tuple[slice, .
 
     A block takes whole trailing dims and a stretch of one dim: most have the same shape.
     """
+    # [4, 3, 5] in blocks of 10: one index of dim 0 has 15 elements, too many, so each is split in
+    # turn, into [2, 5] and [1, 5]. [4, 2, 5] would be 4 blocks of [1, 2, 5].
     if not shape:
         yield ()
         return

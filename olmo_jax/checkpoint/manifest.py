@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 class Position(NamedTuple):
-    """Where a run stands: `step` steps are done, `sequences` consumed, `tokens` real positions."""
+    """Where a run stands: `step` steps are done, `sequences` consumed, `tokens` not padding."""
 
     step: int
     sequences: int
@@ -35,7 +35,10 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """All of a checkpoint but its arrays. `facts` identify data and tokenizer."""
+    """All of a checkpoint but its arrays.
+
+    `facts` identify data and tokenizer, and name the horizon that the run began with.
+    """
 
     position: Position
     seed: int
@@ -76,6 +79,7 @@ def describe(
 
 
 def _digest(content: Mapping[str, Any]) -> str:
+    # Sorted keys: the text, and so the digest, is the same after a round trip through JSON.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

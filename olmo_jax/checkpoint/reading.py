@@ -87,6 +87,7 @@ def read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key, 
 
     Raises: UserError naming a leaf that cannot be read, or that differs from its checksum.
     """
+    # The sums are taken on the devices, of what a step would use, on whatever mesh it lies.
     found = _read(saved, wanted)
     checksums = checksums_of(found)
     for key in wanted:
@@ -103,8 +104,8 @@ def _read(saved: Saved, wanted: Mapping[Key, jax.ShapeDtypeStruct]) -> dict[Key,
         key = _unreadable(saved, wanted)
         if key is None:
             raise UserError(
-                f"{saved.folder} cannot be read: {disk_errors.short(error)}; a folder that was written "
-                f"to its end can; {folders.way_on(saved.folder)}"
+                f"{saved.folder} cannot be read: {disk_errors.short(error)}; a folder that was "
+                f"written to its end can; {folders.way_on(saved.folder)}"
             ) from error
         raise damaged(saved, key, "it cannot be read") from error
 
@@ -224,6 +225,7 @@ def checksum_of(saved: Saved, key: Key, num_elements: int = BLOCK_ELEMENTS) -> s
 
     Raises: ValueError if it cannot be read.
     """
+    # Sums of blocks add up to those of the leaf: each element's key is its index in the whole leaf.
     first = second = 0
     for start, block in blocks_of(saved.folder, key, saved.leaves[key], num_elements):
         sums = block_checksum(jnp.asarray(block), start)

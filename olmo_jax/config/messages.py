@@ -162,6 +162,10 @@ def _rule(error: ErrorDetails, inner: type[Record] | None) -> tuple[str, str]:
     if error["type"] == "model_type" and inner is not None:
         keys = listing(list(inner.model_fields), "and")
         return "is not a section of keys", f"write a mapping of some of {keys}"
+    if error["type"] == "value_error":
+        # A function of records.py raised it, with both parts in its text.
+        rule, advice = str(context["error"]).split("; ")
+        return rule, advice
     if error["type"] not in _RULES:
         return f"is refused ({error['msg']})", "write a value that docs/configuration.md allows"
     rule, advice = _RULES[error["type"]]

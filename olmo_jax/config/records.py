@@ -1,9 +1,11 @@
 """The configuration as typed, frozen records. No jax here: `olmo-jax check` must answer at once."""
 
 import math
+import os
+from collections.abc import Generator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 INT32_MAX = 2**31 - 1
 
@@ -26,6 +28,24 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Above1 = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+
+
+def expanded(path: str) -> str:
+    """Return a path with the home folder written out for `~` or `~user` in front.
+
+    Raises: ValueError with the rule and what to write instead, if there is no such user.
+    """
+    whole = os.path.expanduser(path)
+    if whole.startswith("~"):
+        raise ValueError(
+            "names the home folder of a user that does not exist here; write the whole path, or ./ "
+            "before a name that starts with ~"
+        )
+    return whole
+
+
+HomePath = Annotated[Name, AfterValidator(expanded)]
+Platform = Literal["auto", "gpu", "cpu"]
 Recompute = (
     Literal["none", "block", "attention", "experts"]
     | Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
@@ -39,20 +59,29 @@ class Record(BaseModel, frozen=True):
 
 
 class MeshConfig(Record, frozen=True):
-    """Devices along each axis, slowest first. One axis may be -1: whatever the devices leave."""
+    """Devices along each axis, slowest first. One axis may be -1: whatever the devices leave.
+
+    Iterating yields the axes and their sizes alone, and so does `dict`.
+    """
 
     pipeline: AtMostInt32 = 1
     data: AtMostInt32 = 1
     fsdp: AtMostInt32 = 1
     expert: AtMostInt32 = 1
     sequence: AtMostInt32 = 1
+    platform: Platform = "auto"
+
+    def __iter__(self) -> Generator[tuple[str, int], None, None]:
+        for name in type(self).model_fields:
+            if name != "platform":
+                yield name, getattr(self, name)
 
 
 class ParallelConfig(Record, frozen=True):
     method: Literal["ddp", "fsdp"] = "ddp"
     shard_optimizer: bool = True
     reshard: Literal["full", "after_backward", "step"] = "full"
-    pipeline_schedule: Literal["interleaved", "1f1b", "gpipe", "v"] = "interleaved"
+    pipeline_schedule: Literal["interleaved", "1f1b", "gpipe"] = "interleaved"
     pipeline_chunks: SmallCount = 1
     context: Literal["ulysses", "ring"] = "ulysses"
     fold_sequence: bool = False
@@ -182,6 +211,28 @@ class ScheduleConfig(Record, frozen=True):
     final: Fraction = 0.1
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
 
+    def end(self, *, total_steps: int, total_tokens: int) -> int:
+        """Return where the schedule ends, in `unit`s: with the run, unless `horizon` says where."""
+        return self.horizon or (total_tokens if self.unit == "tokens" else total_steps)
+
+    def warmup_length(self, end: int) -> int:
+        """Return the warm-up of a schedule that ends there, in `unit`s."""
+        return _length(self.warmup, self.warmup_fraction, end, 0.0)
+
+    def decay_length(self, end: int) -> int:
+        """Return the decay of a `wsd` schedule that ends there, in `unit`s."""
+        return _length(self.decay, self.decay_fraction, end, 0.1)
+
+
+def _length(count: int | None, fraction: float | None, end: int, default: float) -> int:
+    """Return a count, or else a fraction of the whole.
+
+    Source: olmo_core 3.0.0, optim/scheduler.py (which rounds the fraction likewise).
+    """
+    if count is not None:
+        return count
+    return round(end * (default if fraction is None else fraction))
+
 
 class OptimConfig(Record, frozen=True):
     lr: NonNegative = 1e-3
@@ -203,9 +254,9 @@ class OptimConfig(Record, frozen=True):
 class SourceConfig(Record, frozen=True):
     """A folder that `olmo-jax data tokenize` wrote, or one `.npy` token file in such a folder."""
 
-    path: Name
+    path: HomePath
     weight: Positive = 1.0
-    label_mask: Name | None = None
+    label_mask: HomePath | None = None
 
 
 class DataConfig(Record, frozen=True):
@@ -247,12 +298,12 @@ class CheckpointConfig(Record, frozen=True):
     every: Natural = 1000
     keep: Count = 2
     keep_every: Natural = 0
-    init_from: Name | None = None
+    init_from: HomePath | None = None
     init_moments: bool = False
 
 
 class Config(Record, frozen=True):
-    run_dir: Name = "runs/default"
+    run_dir: HomePath = "runs/default"
     seed: Seed = 0
     mesh: MeshConfig = MeshConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -2,9 +2,6 @@
 
 from typing import Any, NamedTuple
 
-IGNORED = -100
-"""The label of a position that no loss counts."""
-
 Values = Any
 """An array of JAX or NumPy, or what describes one: a shape, a sharding, a spec."""
 
@@ -13,7 +10,7 @@ class Batch(NamedTuple):
     """Rows of tokens, cut and labelled; `labels` are already shifted.
 
     Shapes: `sequence` is [B], the others [B, L]; a step's batch has a leading dim of microbatches.
-    `real` marks what is not padding; a position counts in the loss if it is real and its label is
+    `padding_mask` is true where there is a token; such a position is in the loss if its label is
     not -100. `positions` restart at each document; `sequence` numbers the rows of the global batch.
     """
 

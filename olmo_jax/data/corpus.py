@@ -17,7 +17,7 @@ from olmo_jax.data.batch import Batch
 from olmo_jax.data.mixture import Proportions
 from olmo_jax.data.rows import assemble
 from olmo_jax.data.shards import evenly
-from olmo_jax.data.sources import Row, Source, Windows, folder_of, open_source, read
+from olmo_jax.data.sources import Row, Source, Windows, open_source, read
 from olmo_jax.data.token_manifest import digest
 from olmo_jax.data.tokenize import read_tokenizer_file
 from olmo_jax.errors import UserError
@@ -64,7 +64,7 @@ class Corpus:
         """Return at most `num_batches`: windows spread evenly over all held-out documents.
 
         Of each batch only `rows` are read, all if none are named. Too few windows give fewer
-        batches; the last one is filled up with rows that are not real.
+        batches; the last one is filled up with rows of padding.
         Raises: UserError if no document is held out, or if none of them has a label.
         """
         rows = range(global_batch) if rows is None else rows
@@ -142,6 +142,7 @@ def open_corpus(data: DataConfig, *, sequence_length: int, seed: int, vocab_size
         for source in data.sources
     )
     check_agreement(data, sources)
+    check_distinct(data, sources)
     windows = [Windows(source.train, sequence_length) for source in sources]
     for source, cut in zip(data.sources, windows, strict=True):
         check_length(source.path, cut)
@@ -187,20 +188,21 @@ def check_sources(data: DataConfig) -> None:
             "data.sources is empty; training needs at least one; write data.sources: "
             "[{path: FOLDER}] with a folder that `olmo-jax data tokenize` wrote"
         )
-    for first, second in combinations([source.path for source in data.sources], 2):
-        if overlap(Path(first), Path(second)):
+
+
+def check_distinct(data: DataConfig, sources: Sequence[Source]) -> None:
+    """Refuse sources that share tokens, wherever they lie: batches would hold each row twice.
+
+    What was divided differently into files is not noticed.
+    """
+    named = zip(data.sources, sources, strict=True)
+    for (first, one), (second, other) in combinations(named, 2):
+        if one.parts & other.parts:
             raise UserError(
-                f"data.sources names {first} and {second}, which hold the same tokens; a source is "
-                "named once; write it once with the sum of the weights"
+                f"data.sources names {first.path} and {second.path}, which hold the same tokens; "
+                "tokens are named once, or batches hold their rows twice; name one of them, with "
+                "the sum of the weights"
             )
-
-
-def overlap(first: Path, second: Path) -> bool:
-    """Say whether two sources are one folder, however spelled, unless both name other files."""
-    if folder_of(first).resolve() != folder_of(second).resolve():
-        return False
-    files = [path.name for path in (first, second) if path.suffix == ".npy"]
-    return len(set(files)) < 2
 
 
 def check_agreement(data: DataConfig, sources: Sequence[Source]) -> None:

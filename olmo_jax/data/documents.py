@@ -14,6 +14,13 @@ from olmo_jax.errors import UserError
 
 BROKEN_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
 SNIFFED_BYTES = 4096
+ENCODINGS = {  # the longer marks first: one begins as another does
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+"""The marks that files in another encoding than UTF-8 begin with."""
 
 
 class Flaw(NamedTuple):
@@ -26,9 +33,16 @@ class Flaw(NamedTuple):
         return f"{self.where}: {self.what}"
 
 
+class Inputs(NamedTuple):
+    """The files to read, and those of a folder that are no text."""
+
+    files: list[Path]
+    passed_over: list[Flaw]
+
+
 def find_inputs(
     inputs: Sequence[Path], *, suffixes: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> list[Path]:
+) -> Inputs:
     """List the files to read: named files as they are, folders walked in sorted order.
 
     In a folder, hidden names and folders called as in `exclude` are left out; with `suffixes` only
@@ -36,17 +50,22 @@ def find_inputs(
     Raises: UserError if an input does not exist or is a pipe, or nothing is found.
     """
     found: list[Path] = []
+    passed_over: dict[Path, Flaw] = {}
     for path in inputs:
-        if path.is_dir():
-            found += search(path, suffixes, exclude)
-        else:
+        if not path.is_dir():
             check_file(path)
             found.append(path)
+            continue
+        for file in search(path, exclude):
+            if wanted(file, suffixes):
+                found.append(file)
+            elif not suffixes:
+                passed_over[file] = Flaw(str(file), "no text: a zero byte is in its first 4096")
     if not found:
         rule = f"ends in {' or '.join(suffixes)}" if suffixes else "looks like text"
         names = " ".join(str(path) for path in inputs)
         raise UserError(f"--input {names}: no file {rule}; name other files, or another --suffix")
-    return list(dict.fromkeys(found))
+    return Inputs(list(dict.fromkeys(found)), list(passed_over.values()))
 
 
 def check_file(path: Path) -> None:
@@ -59,9 +78,9 @@ def check_file(path: Path) -> None:
         )
 
 
-def search(folder: Path, suffixes: Sequence[str], exclude: Sequence[str]) -> list[Path]:
+def search(folder: Path, exclude: Sequence[str]) -> list[Path]:
     try:
-        return [path for path in walk(folder, exclude) if wanted(path, suffixes)]
+        return list(walk(folder, exclude))
     except OSError as error:
         raise UserError(
             f"--input {folder} cannot be walked ({error}); make it readable, or name other inputs"
@@ -86,16 +105,25 @@ def wanted(path: Path, suffixes: Sequence[str]) -> bool:
 
 
 def looks_like_text(path: Path) -> bool:
-    """Say whether the first bytes hold no zero; what cannot be read is left to its reader."""
+    """Say whether the first bytes hold no zero; what cannot be read is left to its reader.
+
+    So is text in another encoding, whose mark says that it is text.
+    """
     try:
         with open_input(path) as file:
-            return b"\0" not in file.read(SNIFFED_BYTES)
+            start = file.read(SNIFFED_BYTES)
+            return b"\0" not in start or encoding_of(start) is not None
     except (OSError, *BROKEN_GZIP):
         return True
 
 
 def open_input(path: Path) -> BufferedIOBase:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def encoding_of(start: bytes) -> str | None:
+    """Return the encoding that the first bytes of a file name, if it is another than UTF-8."""
+    return next((name for mark, name in ENCODINGS.items() if start.startswith(mark)), None)
 
 
 def read_documents(path: Path) -> Iterator[str | Flaw]:
@@ -106,7 +134,16 @@ def read_documents(path: Path) -> Iterator[str | Flaw]:
     read = read_lines if path.name.removesuffix(".gz").endswith(".jsonl") else read_text
     try:
         with open_input(path) as file:
-            yield from read(file, path)
+            encoding = encoding_of(file.read(4))
+            file.seek(0)
+            if encoding is None:
+                yield from read(file, path)
+            else:
+                yield Flaw(
+                    str(path),
+                    f"the file is {encoding}, and text is read as UTF-8 "
+                    f"(iconv -f {encoding} -t UTF-8 FILE)",
+                )
     except BROKEN_GZIP as error:
         yield Flaw(str(path), f"not a whole gzip file ({error})")
     except OSError as error:
@@ -117,6 +154,9 @@ def read_text(file: BufferedIOBase, path: Path) -> Iterator[str | Flaw]:
     data = file.read()
     if not data:
         yield Flaw(str(path), "the file is empty")
+        return
+    if b"\0" in data:
+        yield Flaw(str(path), f"no text: byte {data.index(0)} of the file is zero")
         return
     try:
         yield data.decode("utf-8")

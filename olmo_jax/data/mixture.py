@@ -24,6 +24,14 @@ def choose(number: int, shares: Sequence[int]) -> tuple[int, int]:
     Source: grain 0.2.18, dataset/transformations/mix.py.
     Differs: shares are exact; Grain's own weights are rounded to 1/100 of the smallest.
     """
+    # Of n sequences the sources behind this one get their share, rounded down. Shares 2 and 1:
+    #
+    #     number                      0  1  2 | 3  4  5
+    #     left for source 1, before   0  0  0   1  1  1     number * 1 // 3
+    #     left for source 1, after    0  0  1   1  1  2     (number + 1) * 1 // 3
+    #     source                      0  0  1   0  0  1     1 where what is left grows
+    #
+    # What is left is divided in the same way by the next source: integers alone, and no state.
     before, after, rest = number, number + 1, sum(shares)
     for source, share in enumerate(shares):
         rest -= share

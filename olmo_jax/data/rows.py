@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from olmo_jax.data.batch import IGNORED, Batch
+from olmo_jax.arch.labels import IGNORED
+from olmo_jax.data.batch import Batch
 from olmo_jax.data.sources import Row
 
 
@@ -19,18 +20,18 @@ def assemble(
 ) -> Batch:
     """Stack rows, padded at their end to `length`; `numbers` are places in the global batch."""
     tokens = np.zeros((len(rows), length), np.int32)
-    wanted, real = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
+    wanted, padding_mask = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for i, row in enumerate(rows):
         tokens[i, : len(row.tokens)] = row.tokens
         wanted[i, : len(row.tokens)] = row.wanted
-        real[i, : len(row.tokens)] = True
+        padding_mask[i, : len(row.tokens)] = True
     starts = document_starts(tokens, eos_id) if document_attention else one_document(tokens)
     return Batch(
         tokens=tokens,
-        labels=shift(tokens, wanted & real),
-        segment_ids=np.where(real, np.cumsum(starts, axis=1, dtype=np.int32), np.int32(0)),
-        positions=np.where(real, count_from(starts), np.int32(0)),
-        padding_mask=real,
+        labels=shift(tokens, wanted & padding_mask),
+        segment_ids=np.where(padding_mask, np.cumsum(starts, axis=1, dtype=np.int32), np.int32(0)),
+        positions=np.where(padding_mask, count_from(starts), np.int32(0)),
+        padding_mask=padding_mask,
         sequence=np.array(numbers, np.int32),
     )
 

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from olmo_jax.arch.labels import IGNORED
 from olmo_jax.arch.sizes import PIECES, Context, held_pieces, padded_length
-from olmo_jax.data.batch import IGNORED, Batch
+from olmo_jax.data.batch import Batch
 
 _PADDING = {
     "tokens": 0,

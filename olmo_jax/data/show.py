@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from olmo_jax.data.batch import IGNORED, Batch
+from olmo_jax.arch.labels import IGNORED
+from olmo_jax.data.batch import Batch
 from olmo_jax.data.corpus import Corpus
 from olmo_jax.errors import UserError
 
@@ -42,9 +43,9 @@ def show_row(corpus: Corpus, batch: Batch, row: int, document_chars: int) -> Ite
 
 
 def counts(batch: Batch) -> str:
-    counted = np.asarray(batch.padding_mask) & (np.asarray(batch.labels) != IGNORED)
+    in_loss = np.asarray(batch.padding_mask) & (np.asarray(batch.labels) != IGNORED)
     return (
-        f"{int(batch.padding_mask.sum())} real, {int(counted.sum())} counted, "
+        f"{int(batch.padding_mask.sum())} tokens, {int(in_loss.sum())} in the loss, "
         f"{num_documents(batch)} documents"
     )
 

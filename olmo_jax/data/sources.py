@@ -1,5 +1,6 @@
 """Tokens of a source as one stream: documents held out by hash, windows of fixed length."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,6 @@ from olmo_jax.data.shards import (
     open_tokens,
 )
 from olmo_jax.data.token_manifest import (
-    TOKENIZER,
     Manifest,
     Shard,
     digest,
@@ -26,6 +26,7 @@ from olmo_jax.data.token_manifest import (
     shard_fingerprint,
 )
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import TOKENIZER
 
 
 class Row(NamedTuple):
@@ -69,10 +70,14 @@ class Windows:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder of tokens, opened and checked, in two streams that share no document."""
+    """A folder of tokens, opened and checked, in two streams that share no document.
+
+    `fingerprint` names all of its tokens, `parts` their pieces: see `parts_of`.
+    """
 
     manifest: Manifest
     fingerprint: str
+    parts: frozenset[str]
     tokenizer_path: Path | None
     train: Stream
     held_out: Stream
@@ -121,6 +126,7 @@ def open_source(source: SourceConfig, *, eval_fraction: float, vocab_size: int) 
     return Source(
         manifest=manifest,
         fingerprint=digest(*(shard_fingerprint(shard) for shard in shards)),
+        parts=parts_of(shards),
         tokenizer_path=find_tokenizer(folder, manifest),
         train=Stream(folder, names, tokens, masks, *train, vocab_size),
         held_out=Stream(folder, names, tokens, masks, *held_out, vocab_size),
@@ -130,6 +136,15 @@ def open_source(source: SourceConfig, *, eval_fraction: float, vocab_size: int) 
 def folder_of(path: Path) -> Path:
     """Return the folder of a source, which is named itself or by one token file in it."""
     return path.parent if path.suffix == ".npy" else path
+
+
+def parts_of(shards: Sequence[Shard]) -> frozenset[str]:
+    """Name each whole shard and each block of 16 MiB: sources that share one hold the same text.
+
+    A shard's last block is left out, for it may be a few tokens that any text ends in.
+    """
+    blocks = (block for shard in shards for block in shard.token_blocks[:-1])
+    return frozenset([*map(shard_fingerprint, shards), *blocks])
 
 
 def check_vocabulary(folder: Path, manifest: Manifest, vocab_size: int) -> None:

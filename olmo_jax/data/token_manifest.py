@@ -11,7 +11,6 @@ from olmo_jax.config.records import Count, Natural, Record
 from olmo_jax.errors import UserError
 
 MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.json"
 SKIPPED = "skipped.txt"
 
 

@@ -12,16 +12,17 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from olmo_jax.data.documents import Flaw, find_inputs, read_documents
+from olmo_jax.data.fidelity import Fidelity
 from olmo_jax.data.shards import write_shard
 from olmo_jax.data.token_manifest import (
     SKIPPED,
-    TOKENIZER,
     Manifest,
     Shard,
     folder_fingerprint,
     write_manifest,
 )
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import TOKENIZER
 
 EOS = "<|endoftext|>"
 EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -32,6 +33,9 @@ SAMPLE_CHARS = 16 << 20
 PIECE_CHARS = 1 << 20
 BATCH_CHARS = 4 << 20
 GZIP_RATIO = 4  # text, roughly
+
+Say = Callable[[str], None]
+"""Called with each thing to be known of tokens that were written."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage's name, the input bytes done and the input bytes in all."""
@@ -47,24 +51,40 @@ def tokenize(
     exclude: Sequence[str] = (),
     skip_bad: bool = False,
     progress: Progress | None = None,
+    say: Say = lambda _: None,
 ) -> Manifest:
     """Write the tokens of all inputs, their manifest and their tokenizer into a new folder.
 
     Without `tokenizer`, a byte-level BPE of `vocab_size` (4096) tokens is trained on the inputs.
     Raises: UserError for a bad input (with `skip_bad` it is left out and counted instead), for an
-    output that exists, and for a tokenizer that cannot be read.
+    output that exists, and for a tokenizer that cannot be read or loses more than a hundredth.
     """
     check_request(output, vocab_size, tokenizer)
-    files = find_inputs(inputs, suffixes=suffixes, exclude=exclude)
+    files, flaws = find_inputs(inputs, suffixes=suffixes, exclude=exclude)
+    if flaws:
+        say(passed_over(flaws))
     if tokenizer is None:
         sizes = vocab_size or DEFAULT_VOCAB_SIZE
         codec = train(files, sizes, skip_bad=skip_bad, progress=progress)
     else:
         codec = read_tokenizer_file(tokenizer)
-    flaws: list[Flaw] = []
     texts = read_all(files, flaws, skip_bad, progress, "encoding")
+    # Every byte is a token of one that was trained here.
+    fidelity = None if tokenizer is None else Fidelity(codec)
     with new_folder(output) as folder:
-        return write(folder, codec, texts, flaws)
+        manifest = write(folder, codec, texts, flaws, fidelity)
+        if fidelity is not None and tokenizer is not None:
+            fidelity.check(tokenizer)
+            if lost := fidelity.summary():
+                say(lost)
+        return manifest
+
+
+def passed_over(flaws: Sequence[Flaw]) -> str:
+    """Say how many files of a folder are no text, and which the first ones are."""
+    names = ", ".join(flaw.where for flaw in flaws[:3])
+    more = f" and {len(flaws) - 3} more, listed in {SKIPPED}" if len(flaws) > 3 else ""
+    return f"files that are no text were passed over, {len(flaws)} in all: {names}{more}"
 
 
 def check_request(output: Path, vocab_size: int | None, tokenizer: Path | None) -> None:
@@ -231,13 +251,18 @@ def batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
         yield batch
 
 
-def encode(tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype) -> Iterator[np.ndarray]:
+def encode(
+    tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype, fidelity: Fidelity | None
+) -> Iterator[np.ndarray]:
     """Yield each document's tokens, EOS last; EOS spelled out in a text is plain text."""
     tokenizer.encode_special_tokens = True
     end = np.array([find_eos(tokenizer)], dtype)
     parts: list[np.ndarray] = []
     for batch in batches(texts):
-        encodings = encode_batch(tokenizer, [piece for piece, _ in batch])
+        spelled = [piece for piece, _ in batch]
+        encodings = encode_batch(tokenizer, spelled)
+        if fidelity is not None:
+            fidelity.add(spelled, encodings)
         for (_, is_last), encoding in zip(batch, encodings, strict=True):
             parts.append(np.array(encoding.ids, dtype))
             if is_last:
@@ -255,12 +280,18 @@ def encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:
         ) from error
 
 
-def write(folder: Path, tokenizer: Tokenizer, texts: Iterable[str], flaws: list[Flaw]) -> Manifest:
+def write(
+    folder: Path,
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    flaws: list[Flaw],
+    fidelity: Fidelity | None,
+) -> Manifest:
     """Write shards, tokenizer, the list of skipped inputs and the manifest."""
     eos_id = find_eos(tokenizer)
     vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
     dtype = np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
-    shards = write_shards(folder, encode(tokenizer, texts, dtype), dtype)
+    shards = write_shards(folder, encode(tokenizer, texts, dtype, fidelity), dtype)
     if not shards:
         raise UserError(
             f"--input: no document in it, {len(flaws)} skipped; give at least one text that is "

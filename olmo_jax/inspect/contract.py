@@ -8,9 +8,7 @@ from typing import Any
 from olmo_jax.inspect import hlo
 from olmo_jax.inspect import jaxpr as jaxprs
 from olmo_jax.inspect.jaxpr import Loop, inside
-
-MICROBATCHES = "microbatches"
-"""The named scope around the loop over microbatches; how the loop is found in both programs."""
+from olmo_jax.train.accumulate import MICROBATCHES
 
 
 @dataclass(frozen=True, order=True)
@@ -69,6 +67,7 @@ def measure(traced: Any, axis_sizes: Mapping[str, int]) -> Contract:
 
     Conditionals and callbacks are the larger of both counts: XLA merges some, and adds some.
     """
+    # Autodiff leaves residuals that nobody reads; XLA drops them, and so must the count.
     jaxpr = jaxprs.live(traced.jaxpr)
     compiled = traced.lower().compile()
     module = hlo.parse(compiled.as_text())

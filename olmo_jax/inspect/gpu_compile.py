@@ -108,7 +108,7 @@ def compile_for(
     jitted, arguments = program.jitted, program.abstract_arguments()
     capability = f"{TARGETS[target].compute_capability}.0"
     start = time.perf_counter()
-    # The second is for tokamax, which looks at the default device.
+    # `tracing_for` chooses our backends by the target. tokamax looks at the default device instead.
     with tracing_for(Target("cuda", capability)), jax.default_device(devices[0]):
         lowered = jitted.lower(*arguments)
     traced = time.perf_counter()

@@ -4,13 +4,13 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from olmo_jax.formatting import binary_bytes, columns
 from olmo_jax.inspect.gpu_compile import Compiled
 from olmo_jax.inspect.gpu_schedule import Transfer
+from olmo_jax.mesh.collectives import ring_bytes
 from olmo_jax.mesh.layout import Layout
-from olmo_jax.plan.communication import ring_bytes
 from olmo_jax.plan.hardware import MACHINES
 from olmo_jax.plan.plan import Plan
-from olmo_jax.plan.render import columns, size
 
 
 class Sort(NamedTuple):
@@ -58,18 +58,11 @@ def _bytes(transfers: Iterable[Transfer]) -> int:
 
 def sent_bytes(compiled: Compiled) -> float:
     """Return what one rank sends in a step by rings, as the plan counts it; a permute sends all."""
-    num_devices = _num_devices(compiled)
     total = 0.0
     for each in compiled.transfers:
-        put_in = each.collective.operand_bytes * (each.times or 1)
         kind, groups = each.collective.kind, each.collective.groups
-        ranks = len(groups[0]) if groups else num_devices
-        if kind == "permute":
-            total += put_in
-        elif kind in ("all_to_all", "ragged_all_to_all"):
-            total += put_in * (ranks - 1) / ranks
-        elif kind in ("all_gather", "reduce_scatter", "reduce", "max"):
-            total += ring_bytes(kind, put_in, ranks)
+        ranks = len(groups[0]) if groups else _num_devices(compiled)
+        total += ring_bytes(kind, each.collective.operand_bytes * (each.times or 1), ranks)
     return total
 
 
@@ -105,17 +98,21 @@ def _memory(compiled: Compiled) -> Iterator[str]:
         ("state", compiled.alias_bytes, plan.persistent.state),
         ("peak", compiled.peak_bytes, planned["total"]),
     ]
-    cells = [(name, size(a), size(b), f"{_difference(b, a)} planned") for name, a, b in rows]
+    cells = [
+        (name, binary_bytes(a), binary_bytes(b), f"{_difference(b, a)} planned")
+        for name, a, b in rows
+    ]
     yield from (f"  {line}" for line in columns(cells))
-    yield f"  arguments {size(compiled.argument_bytes)}, temporary {size(compiled.temporary_bytes)}"
+    arguments, temporary = compiled.argument_bytes, compiled.temporary_bytes
+    yield f"  arguments {binary_bytes(arguments)}, temporary {binary_bytes(temporary)}"
 
 
 def _collectives(compiled: Compiled) -> Iterator[str]:
     plan = plan_of(compiled)
     planned, found = sum(t.sent_bytes for t in plan.communication), sent_bytes(compiled)
     yield (
-        f"collectives: a rank sends {size(found)} a step by rings; planned {size(planned)} "
-        f"({_difference(planned, found)})"
+        f"collectives: a rank sends {binary_bytes(found)} a step by rings; "
+        f"planned {binary_bytes(planned)} ({_difference(planned, found)})"
     )
     head = ("kind", "bytes in", "times", "groups", "places", "beside it: products of kernels")
     rows: list[tuple[str, ...]] = [head]
@@ -127,7 +124,7 @@ def _collectives(compiled: Compiled) -> Iterator[str]:
         rows.append(
             (
                 sort.kind,
-                size(_bytes(places)),
+                binary_bytes(_bytes(places)),
                 "?" if sort.times is None else str(sort.times),
                 sort.groups,
                 str(len(places)),

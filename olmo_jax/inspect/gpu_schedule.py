@@ -78,6 +78,9 @@ def transfers(module: Module) -> list[Transfer]:
 
 def _between(body: Sequence[Instruction], start: int) -> Sequence[Instruction]:
     """Return what is issued between a start and its done."""
+    #     %s = all-gather-start(%x)     start
+    #     %f = fusion(...)              what it hides behind
+    #     %d = all-gather-done(%s)      the first -done that takes %s
     name = body[start].name
     for end in range(start + 1, len(body)):
         if body[end].opcode.endswith("-done") and name in body[end].operands:

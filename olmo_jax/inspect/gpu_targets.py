@@ -88,6 +88,8 @@ def description(target: GpuTarget) -> str:
         "device_memory_size": target.memory_bytes,
         "pcie_bandwidth": target.pcie_bytes_per_s,
     }
+    # 9.0a and not 9.0: the products of Mosaic and Triton use instructions that only the
+    # architecture-specific target has, and ptxas refuses them for the plain one.
     major, minor, patch = CUDNN
     lines = [
         "gpu_device_info {",

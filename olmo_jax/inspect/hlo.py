@@ -107,6 +107,8 @@ def parse(text: str) -> Module:
 
     Raises: ValueError if there is no entry computation.
     """
+    # A computation is a header that ends in {, then one instruction a line. The outermost one is
+    # marked ENTRY; bodies of loops, fusions and reducers stand before it, by name.
     computations: dict[str, list[Instruction]] = {}
     entry = current = ""
     for line in text.splitlines():
@@ -127,6 +129,11 @@ def parse(text: str) -> Module:
 def _instruction(line: str) -> Instruction:
     found = _INSTRUCTION.match(line)
     assert found
+    #     %name = f32[8,8]{1,0} all-gather-start(%a, %b), replica_groups={{0,1}}, metadata={...}
+    #     name    type          opcode           operands  attributes
+    #
+    # A tuple's type holds spaces and parentheses, and so may operands: both end where their first
+    # parenthesis closes, which no regular expression finds.
     rest = line[found.end() :]
     type_end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
     opcode = _OPCODE.match(rest, type_end)
@@ -268,11 +275,14 @@ def _listed_groups(text: str) -> Groups:
 
 
 def _iota_groups(shape: str, reshape: str, transpose: str | None) -> Groups:
+    # [2,4]<=[4,2]T(1,0): 0..7 as [4, 2], transposed, as 2 groups of 4: (0 2 4 6) and (1 3 5 7).
     ranks = np.arange(math.prod(_ints(reshape))).reshape(_ints(reshape))
     return _rows(ranks.transpose(_ints(transpose) if transpose else None).reshape(_ints(shape)))
 
 
 def _mesh_groups(mesh: str, axes: str) -> Groups:
+    # mesh['data'=2,'expert'=4] {'data'}: ranks differ in the named axes within a group, and in the
+    # others between groups. So those go last, and a row is a group.
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     names, grouped = list(sizes), re.findall(r"'([^']+)'", axes)
     ranks = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
@@ -343,6 +353,7 @@ def custom_call_target(instruction: Instruction) -> str | None:
 
 def donated(module: Module) -> dict[int, int]:
     """Return the bytes per device of each parameter whose buffer an output takes, by number."""
+    # input_output_alias={ {0}: (3, {}, may-alias), ... }: output 0 takes the buffer of parameter 3.
     start = module.header.find("input_output_alias={")
     if start < 0:
         return {}

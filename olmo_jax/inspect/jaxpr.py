@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
+from olmo_jax.mesh import collectives as collectives_bytes
+
 AnyJaxpr = Jaxpr | ClosedJaxpr
 
 KINDS = {
@@ -113,6 +115,7 @@ Record = TypeVar("Record", Collective, Matmul, Value)
 
 def live(jaxpr: AnyJaxpr) -> Jaxpr:
     """Return `jaxpr` without the equations whose results nobody reads, in all nested bodies too."""
+    # instantiate: the signature stays, so arguments keep their numbers.
     body = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     return partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0]
 
@@ -126,6 +129,8 @@ def equations(jaxpr: AnyJaxpr, scope: str = "", loops: tuple[Loop, ...] = ()) ->
     for equation in jaxpr.eqns:
         here = "/".join(part for part in (scope, str(equation.source_info.name_stack)) if part)
         yield Site(equation, here, loops)
+        # The body of a scan stands in the jaxpr once and runs `length` times: sites carry the loops
+        # around them, and `Site.times` multiplies their lengths.
         inner = loops + _own_loop(equation, here)
         for body in _bodies(equation):
             yield from equations(body, here, inner)
@@ -141,6 +146,7 @@ def _bodies(equation: JaxprEqn) -> Iterator[AnyJaxpr]:
     name = equation.primitive.name
     if name in _KERNELS or name.startswith(("scatter", "reduce", "select_and")):
         return
+    # By type, not by the names of parameters, which differ by primitive and version.
     for value in equation.params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(part, (Jaxpr, ClosedJaxpr)):
@@ -196,19 +202,9 @@ def _axes(equation: JaxprEqn) -> tuple[str, ...]:
 
 
 def ring_bytes(collective: Collective, axis_sizes: Mapping[str, int]) -> float:
-    """Return what one rank sends for one execution, by a ring over n ranks.
-
-    Units: bytes, of S = operand_bytes: reduce, max and min 2 S (n-1)/n; reduce_scatter and
-    all_to_all S (n-1)/n (for a ragged one a bound); all_gather S (n-1), its operand being the
-    shard; permute and broadcast S.
-    """
-    size = collective.operand_bytes
+    """Return what one rank sends for one execution, see `mesh.collectives.ring_bytes`."""
     ranks = math.prod(axis_sizes[axis] for axis in collective.axes)
-    if collective.kind in ("reduce", "max", "min"):
-        return 2 * size * (ranks - 1) / ranks
-    if collective.kind in ("reduce_scatter", "all_to_all", "ragged_all_to_all"):
-        return size * (ranks - 1) / ranks
-    return float(size * (ranks - 1) if collective.kind == "all_gather" else size)
+    return collectives_bytes.ring_bytes(collective.kind, collective.operand_bytes, ranks)
 
 
 def sent_bytes(found: Iterable[Collective], axis_sizes: Mapping[str, int]) -> float:
@@ -282,6 +278,8 @@ def _dot_flops(equation: JaxprEqn) -> int:
 
 def _ragged_dot_flops(equation: JaxprEqn) -> int:
     """Count a ragged contraction once: each group's output sums its own rows only."""
+    # Rows are contracted: [R, in] x [R, out] -> [E, in, out]. The dense count would be E times too
+    # large, as each row belongs to one of the E outputs.
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     flops = _product_flops(equation, contracted)
@@ -295,6 +293,7 @@ def _product_flops(equation: JaxprEqn, contracted: Sequence[int]) -> int:
 
 
 def _convolution_flops(equation: JaxprEqn) -> int:
+    # An output element sums over all of the kernel but its feature dim.
     kernel = _shape(equation.invars[1])
     features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
     return 2 * math.prod(_shape(equation.outvars[0])) * math.prod(kernel) // features

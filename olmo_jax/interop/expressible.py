@@ -7,8 +7,8 @@ from typing import Any
 from olmo_jax.config.messages import listing, show, together
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.errors import UserError
-from olmo_jax.interop.olmo3moe import ARCHITECTURE, config_fields, model_config
-from olmo_jax.interop.rotary import yarn_agrees
+from olmo_jax.interop.olmo3moe_config import ARCHITECTURE, config_fields, model_config
+from olmo_jax.interop.rotary import FULL, rope_parameters, yarn_agrees
 from olmo_jax.interop.windows import windows_of
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -77,6 +77,13 @@ def _rotation(model: ModelConfig) -> Iterator[str]:
             f"model.rope.on_full_attention=false beside sliding layers cannot be written as "
             f"{ARCHITECTURE}, which rotates all layers or none; it holds models with "
             "model.rope.on_full_attention=true, or without sliding layers"
+        )
+    elif FULL in rope_parameters(model):
+        yield (
+            f"model.rope.scaling={rope.scaling} with model.rope.scaled_layers=full beside sliding "
+            f"layers cannot be written as {ARCHITECTURE}: from_pretrained leaves the frequencies "
+            "of a layer type uninitialised where the types have rules of their own; it holds "
+            "models with model.rope.scaled_layers=all, or without sliding layers"
         )
     if rope.scaling == "yarn" and not yarn_agrees(rope, model.head_dim):
         yield (

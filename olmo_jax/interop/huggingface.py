@@ -16,7 +16,7 @@ from olmo_jax.config.records import ModelConfig
 from olmo_jax.errors import UserError
 from olmo_jax.interop import files
 from olmo_jax.interop.expressible import check_expressible
-from olmo_jax.interop.olmo3moe import config_fields, model_config
+from olmo_jax.interop.olmo3moe_config import config_fields, model_config
 from olmo_jax.interop.weights import combine, separate, tensor_shapes
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

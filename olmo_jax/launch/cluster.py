@@ -8,6 +8,7 @@ from olmo_jax.config import Config
 from olmo_jax.errors import UserError
 from olmo_jax.mesh.axes import AXES
 from olmo_jax.runtime.environment import DETERMINISTIC_FLAG
+from olmo_jax.runtime.platform import PLATFORM
 
 GPU_FLAGS = {
     # On by default in the versions that are supported; an image may have turned it off.
@@ -32,6 +33,8 @@ def variables(config: Config, own: Sequence[str] = ()) -> dict[str, str]:
     if config.train.deterministic:
         flags.append(DETERMINISTIC_FLAG)
     return {
+        # A process that finds no GPU fails, and does not train on a CPU.
+        PLATFORM: "gpu",
         # All processes read it, process 0 writes it: it must lie where all of them look.
         "JAX_COMPILATION_CACHE_DIR": f"{config.run_dir.rstrip('/')}/compiled",
         **GPU_VARIABLES,
@@ -55,6 +58,11 @@ def check_devices(config: Config, given: Mapping[str, int]) -> None:
 
     Raises: UserError.
     """
+    if config.mesh.platform == "cpu":
+        raise UserError(
+            "mesh.platform=cpu, but a job on a cluster asks for GPUs, which would lie idle; write "
+            "mesh.platform=auto, or train on CPU devices with olmo-jax launch local"
+        )
     sizes = {axis: size for axis, size in config.mesh if size != 1}
     wanted, there = _product(sizes.values()), _product(given.values())
     if -1 in sizes.values():

@@ -8,8 +8,10 @@ from typing import Any
 
 import yaml
 
-from olmo_jax.config import Config
+from olmo_jax.config import Config, document
+from olmo_jax.config_file import merged
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import CONFIG
 from olmo_jax.launch import cluster
 from olmo_jax.launch.slurm import run_client
 from olmo_jax.runtime.processes import COORDINATOR, NUM_PROCESSES
@@ -18,7 +20,6 @@ from olmo_jax.runtime.stop_signal import STOPPED_EXIT_CODE, TERMINATED
 DNS_NAME = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
 WORKERS = "workers"
 CONFIG_FOLDER = "/etc/olmo-jax"
-CONFIG_FILE = "config.yaml"
 PORT = 61_440
 
 
@@ -60,6 +61,7 @@ def render(config: Config, text: str, overrides: Sequence[str], job: Job) -> str
     Raises: UserError for names that Kubernetes would not take, a mesh of another size, or a run
     folder that would end with its pod.
     """
+    _refuse_home(text, overrides)
     _check(config, job)
     documents = [_config_map(text, job), _job_set(config, overrides, job)]
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
@@ -76,6 +78,16 @@ def _check(config: Config, job: Job) -> None:
         raise UserError(
             f"run_dir={config.run_dir} lies in no volume of {list(job.claims)}, so checkpoints "
             "would end with their pod; write run_dir=/run/NAME with --claim CLAIM:/run"
+        )
+
+
+def _refuse_home(text: str, overrides: Sequence[str]) -> None:
+    """Refuse a run folder with `~`: a pod's home folder is another one, and ends with the pod."""
+    given = merged(document.parse(text, CONFIG) or {}, overrides).get("run_dir", "")
+    if given.startswith("~"):
+        raise UserError(
+            f"run_dir={given} is in the home folder, and a pod's is not the one of this machine; "
+            "write run_dir=/run/NAME with --claim CLAIM:/run"
         )
 
 
@@ -99,7 +111,7 @@ def _config_map(text: str, job: Job) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(job, f"{job.name}-config"),
-        "data": {CONFIG_FILE: text},
+        "data": {CONFIG: text},
     }
 
 
@@ -132,7 +144,7 @@ def _job_set(config: Config, overrides: Sequence[str], job: Job) -> dict[str, An
 
 
 def _pod(config: Config, overrides: Sequence[str], job: Job) -> dict[str, Any]:
-    command = ["olmo-jax", "train", f"{CONFIG_FOLDER}/{CONFIG_FILE}", *overrides]
+    command = ["olmo-jax", "train", f"{CONFIG_FOLDER}/{CONFIG}", *overrides]
     claims = [_claim(text) for text in job.claims]
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": f"{job.name}-config"}},

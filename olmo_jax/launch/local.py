@@ -20,9 +20,10 @@ from olmo_jax.config import Config
 from olmo_jax.errors import UserError
 from olmo_jax.mesh.axes import num_devices_wanted
 from olmo_jax.runtime import environment, processes
+from olmo_jax.runtime.stop_signal import heard
+from olmo_jax.runtime.streams import complain
 
 HOST = "127.0.0.1"
-FORWARDED = (signal.SIGINT, signal.SIGTERM)
 # What a rank may take to end once another one has died: it waits for that one, and will not end.
 GRACE_S = 3.0
 OWN_LINES = b"olmo-jax: "
@@ -62,7 +63,7 @@ def launch(
 
 
 def _check_devices(config: Config, num_processes: int, devices_per_process: int | None) -> None:
-    if environment.runs_on_gpu():
+    if environment.runs_on_gpu(config.mesh.platform):
         wanted, there = num_processes * (devices_per_process or 1), environment.num_visible_gpus()
         if wanted > there:
             raise UserError(
@@ -169,20 +170,20 @@ def _print(line: bytes) -> None:
     try:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
-    except (BrokenPipeError, ValueError):
+    except (OSError, ValueError):
         pass
 
 
 @contextmanager
 def _forwarding(ranks: Sequence[Rank]) -> Iterator[None]:
-    """Pass each SIGINT and SIGTERM on to all ranks, once."""
+    """Pass each signal that stops a run on to all ranks, once."""
 
     def forward(number: int, _: FrameType | None) -> None:
         for rank in ranks:
             if rank.process.poll() is None:
                 rank.process.send_signal(number)
 
-    before: dict[int, Any] = {number: signal.signal(number, forward) for number in FORWARDED}
+    before: dict[int, Any] = {number: signal.signal(number, forward) for number in heard()}
     try:
         yield
     finally:
@@ -222,7 +223,7 @@ def _end_others(failed: Rank, ranks: Sequence[Rank]) -> int:
             rank.process.kill()
     for thread in failed.threads:
         thread.join(GRACE_S)
-    print(f"olmo-jax: {_failure(failed)}", file=sys.stderr, flush=True)
+    complain(f"olmo-jax: {_failure(failed)}")
     code = failed.process.returncode
     return code if code > 0 else 128 - code
 

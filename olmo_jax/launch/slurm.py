@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -10,11 +11,14 @@ from pathlib import Path, PurePosixPath
 from olmo_jax.config import Config
 from olmo_jax.errors import UserError
 from olmo_jax.launch import cluster
+from olmo_jax.runtime.platform import has_gpu_plugin
 from olmo_jax.runtime.processes import COORDINATOR
 
 WORD = r"[A-Za-z0-9_.:@+/-]+"
 LIST = r"[A-Za-z0-9_.:@+/,&|*\[\]-]+"
 SCRIPT = "job.sbatch"
+# Made by `make install-gpu`.
+GPU_PYTHON = Path(__file__).parents[2] / ".venv-gpu" / "bin" / "python"
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,16 @@ class Job:
     setup: Sequence[str] = ()
 
 
-def render(config: Config, command: Sequence[str], job: Job) -> str:
-    """Return the batch script that runs `olmo-jax` with the arguments `command`.
+def default_python() -> str:
+    """Return the interpreter for the nodes: this one if it has CUDA, else that of .venv-gpu."""
+    return str(GPU_PYTHON) if GPU_PYTHON.exists() and not has_gpu_plugin() else sys.executable
+
+
+def render(config: Config, text: str, overrides: Sequence[str], job: Job) -> str:
+    """Return the batch script that trains as `text`, a config file's, and `overrides` say.
+
+    `config` is what they make. The script holds the text, so that the job, also when it comes back,
+    runs what was submitted, whatever becomes of the file.
 
     Raises: UserError for names that Slurm would not take, or a mesh of another size.
     """
@@ -58,8 +70,19 @@ def render(config: Config, command: Sequence[str], job: Job) -> str:
         # srun does not take it over from the batch script.
         cpus=f"--cpus-per-task={job.cpus_per_task} " if job.cpus_per_task else "",
         max_restarts=job.max_restarts,
-        command=shlex.join([job.python, "-m", "olmo_jax.cli", *command]),
+        text=text if text.endswith("\n") else f"{text}\n",
+        end=_end_of(text),
+        command=shlex.join([job.python, "-m", "olmo_jax.cli", "train"]),
+        overrides="".join(f" {shlex.quote(word)}" for word in overrides),
     )
+
+
+def _end_of(text: str) -> str:
+    """Return a line that the text has not: it ends the text in a shell script."""
+    line = "END_OF_CONFIG"
+    while line in text.splitlines():
+        line += "_"
+    return line
 
 
 def _check(config: Config, job: Job, logs: str) -> None:
@@ -121,6 +144,9 @@ export {coordinator}
 
 logs={logs}
 mkdir -p "$logs"
+config="$logs/config_$SLURM_JOB_ID.yaml"
+cat > "$config" <<'{end}' || exit 1
+{text}{end}
 failures="$logs/failures_$SLURM_JOB_ID"
 declare -A written
 for log in "$logs"/rank_*.log; do
@@ -138,7 +164,7 @@ trap 'stop limit' USR1
 trap 'stop cancelled' TERM
 
 srun --kill-on-bad-exit=1 --open-mode=append {cpus}--output={task_log} \\
-  {command} &
+  {command} "$config"{overrides} &
 step=$!
 interrupted=yes
 while [ -n "$interrupted" ]; do
@@ -174,15 +200,42 @@ exit "$code"
 """
 
 
-def submit(script: str, config: Config) -> str:
+def check_python(python: str) -> None:
+    """Start the interpreter of the job here, and see that it has jax and its CUDA plugin.
+
+    Raises: UserError if it does not.
+    """
+    code = (
+        "import importlib.util as u, sys, jax, olmo_jax\n"
+        "if not any(u.find_spec(f'jax_cuda{cuda}_plugin') for cuda in (12, 13)):\n"
+        "    sys.exit('its jax has no CUDA plugin')"
+    )
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+        said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        failure = said if done.returncode else ""
+    except OSError as error:
+        failure = error.strerror or str(error)
+    if failure:
+        raise UserError(
+            f"--python {python}: the job would not find its GPUs with it: {failure}; write "
+            f"--python PATH of one with olmo_jax[cuda13] (`make install-gpu` makes {GPU_PYTHON}); "
+            "if the nodes have another one under that name: --dry-run, and sbatch what it prints"
+        )
+
+
+def submit(script: str, config: Config, python: str) -> str:
     """Write the script into `run_dir/logs`, hand it to sbatch, and return what that says.
 
-    Raises: UserError if the folder cannot be written, or there is no sbatch, or it refuses.
+    Raises: UserError if `python`, the job's interpreter, cannot use GPUs, if the folder cannot be
+    written, or if there is no sbatch, or it refuses.
     """
+    check_python(python)
     # Slurm makes no folder for the log that it is to write there.
     path = Path(config.run_dir) / "logs" / SCRIPT
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script, encoding="utf-8")
+    # The folder that it is submitted from may have a name that is no UTF-8.
+    path.write_text(script, encoding="utf-8", errors="surrogateescape")
     return run_client(["sbatch", str(path)])
 
 

@@ -1,1 +1,1 @@
-"""Axes, device order, the two views of the ranks, and the rules that place parameters."""
+"""Axes, device order, the two views of the ranks, and the rules that divide parameters."""

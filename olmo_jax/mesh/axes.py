@@ -78,12 +78,3 @@ def expert_model_axes(*, fold_sequence: bool = False) -> tuple[str, ...]:
 def num_expert_ranks(sizes: Mapping[str, int], *, fold_sequence: bool = False) -> int:
     """Return the ranks that hold one copy of the experts between them."""
     return math.prod(sizes[axis] for axis in expert_model_axes(fold_sequence=fold_sequence))
-
-
-def expert_data_axes(*, fold_sequence: bool = False) -> tuple[str, ...]:
-    """Return the axes of the expert view that repeat experts (EP-DP): experts see positions alike.
-
-    Source: olmo_core 3.0.0, distributed/parallel (the MoE mesh of a DDP train module).
-    """
-    split = expert_model_axes(fold_sequence=fold_sequence)
-    return tuple(axis for axis in TOKEN_AXES if axis not in split)

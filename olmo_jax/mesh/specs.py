@@ -1,7 +1,7 @@
-"""Where each parameter lives: the only place where partition specs are written.
+"""How each parameter is divided: the only module that writes partition specs.
 
-A parameter has three. `compute` places a weight as forward and backward read it, `resident` what a
-device keeps of it through a step (and its gradient), `main` the FP32 weight and its moments. What
+A parameter has three. `compute` is the weight as forward and backward read it, `resident` what a
+device stores of it through a step (and its gradient), `main` the FP32 weight and its moments. What
 lies between `compute` and `resident` moves at every use of the weight, what lies between `resident`
 and `main` once a step. The methods differ in `METHODS` and in nothing else.
 """
@@ -20,7 +20,7 @@ Sizes = Mapping[str, int]
 class Spec(tuple):
     """A partition spec without jax: for each dim the mesh axes that divide it, None for none.
 
-    It is one leaf of a pytree. `train.state.partition` makes it jax's own.
+    It is one leaf of a pytree. `train.state.partition` turns it into jax's.
     """
 
     def __new__(cls, *entries: str | tuple[str, ...] | None) -> "Spec":
@@ -151,6 +151,17 @@ def further_spec(
     transpose the accumulator); else each to the leading dim that takes it. An axis that divides
     no dim, the `untouched` ones aside, stays a replica axis: that part is repeated over it.
     """
+    # fsdp=4 and sequence=2 are free, expert=4 divides dim 0 of [8, 4096]:
+    #
+    #     together 8    dim 0: 8 % (4 * 8)    no
+    #                   dim 1: 4096 % 8       yes    -> [expert, (fsdp, sequence)]
+    #
+    # fsdp=4 and sequence=3 are free, nothing divides [4, 6]:
+    #
+    #     together 12   no dim
+    #     fsdp          dim 0: 4 % 4          yes
+    #     sequence      dim 0: 4 % (4 * 3)    no
+    #                   dim 1: 6 % 3          yes    -> [fsdp, sequence]
     taken = [axes_of_entry(entry) for entry in spec]
     taken += [()] * (len(shape) - len(taken))
     free = tuple(axis for axis in replica_axes(spec) if axis in axes and sizes[axis] > 1)
@@ -206,6 +217,8 @@ AddedAxes = tuple[tuple[int, tuple[str, ...]], ...]
 
 def added_axes(before: Spec, after: Spec) -> AddedAxes:
     """Return where `after` divides further than `before`."""
+    # An axis that a role adds comes behind those that divide the dim already, so what is added is a
+    # tail of each entry: a gather over the tail makes exactly the shard of `before`.
     padded = [*before, *[None] * (len(after) - len(before))]
     pairs = [(axes_of_entry(b), axes_of_entry(a)) for b, a in zip(padded, after, strict=True)]
     return tuple((d - len(pairs), a[len(b) :]) for d, (b, a) in enumerate(pairs) if a != b)

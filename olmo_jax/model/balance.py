@@ -24,7 +24,7 @@ class BalanceTerms(NamedTuple):
 def expert_counts(
     experts: Int32[Array, "B L A"], padding_mask: Bool[Array, "B L"], num_experts: int
 ) -> Int32[Array, "B E"]:
-    """Count, row by row, the real tokens that chose each expert."""
+    """Count, row by row, the tokens that chose each expert, padding left out."""
     # A comparison that is summed at once fuses, and needs no scatter; -1 is nobody's expert.
     chosen = jnp.where(padding_mask[..., None], experts, -1)
     is_chosen = chosen[..., None] == jnp.arange(num_experts)
@@ -40,7 +40,7 @@ def balance_terms(
 ) -> BalanceTerms:
     """Return counts, tokens and summed probabilities of each row of `config.balance_scope`.
 
-    Source: olmo_core 3.0.0, nn/moe/loss.py. Differs: tokens that are not real are left out.
+    Source: olmo_core 3.0.0, nn/moe/loss.py. Differs: padding is left out.
     """
     # Masked before the division: 0 * NaN of a padded token would reach the gradient.
     probabilities = jnp.where(padding_mask[..., None], scores, 1.0)
@@ -61,16 +61,18 @@ def _one_row(terms: BalanceTerms) -> BalanceTerms:
 def balance_sum(terms: BalanceTerms, top_k: int) -> Float32[Array, ""]:
     """Return the balance loss summed over tokens: one a token if every expert is used alike.
 
-    That is (E/K) sum_rows sum_e c[e] * p[e] / n, where a row without real tokens adds 0. To be
-    divided by the real tokens of the global batch. Its gradient flows through p alone.
+    That is (E/K) sum_rows sum_e c[e] * p[e] / n, where a row of padding adds 0. To be
+    divided by the tokens of the global batch that are not padding. Its gradient flows through p
+    alone.
     Source: olmo_core 3.0.0, nn/moe/loss.py. Differs: the divisor is the caller's.
     """
+    # Counts are integers without a gradient: it flows through the probabilities alone.
     share = terms.counts / jnp.maximum(terms.tokens, 1)[:, None].astype(jnp.float32)
     return terms.scores.shape[-1] / top_k * jnp.sum(share * terms.scores)
 
 
 def z_sum(logits: Float[Array, "B L E"], padding_mask: Bool[Array, "B L"]) -> Float32[Array, ""]:
-    """Return logsumexp(logits)^2 summed over real tokens."""
+    """Return logsumexp(logits)^2 summed over the tokens that are not padding."""
     log_normaliser = jax.nn.logsumexp(jnp.where(padding_mask[..., None], logits, 0.0), axis=-1)
     return jnp.sum(jnp.where(padding_mask, log_normaliser, 0.0) ** 2)
 
@@ -84,12 +86,15 @@ def bias_update(
     Source: olmo_core 3.0.0, nn/moe/v2/router.py.
     Differs: the bias stays FP32 and the mean is exact.
     """
+    # sign(mean - count), but no FP32 mean: above 2^24 it is rounded, and an expert that is used
+    # exactly as often as the mean would drift.
     num_experts = counts.shape[-1]
     # Quotient and remainder of the total by E, from those of the counts: the total may pass 2^31.
     remainders = jnp.sum(counts % num_experts, axis=-1, keepdims=True, dtype=jnp.int32)
     quotient = jnp.sum(counts // num_experts, axis=-1, keepdims=True, dtype=jnp.int32)
     quotient = quotient + remainders // num_experts
-    # mean = quotient + remainder / E, so only a count equal to the quotient needs the remainder.
+    # mean = quotient + remainder / E with remainder < E: a count above the quotient is above the
+    # mean, one below it is below, and only one equal to it needs the remainder.
     sign_at_quotient = jnp.sign(remainders % num_experts)
     sign = jnp.where(counts == quotient, sign_at_quotient, jnp.sign(quotient - counts))
     return score_bias + gamma * sign.astype(jnp.float32)

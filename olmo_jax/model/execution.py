@@ -35,7 +35,7 @@ class RoutedExperts(Protocol):
 
 @runtime_checkable
 class Attend(Protocol):
-    """Lets the queries at hand attend; see `ops.attention.attention`."""
+    """Lets this device's queries attend; see `ops.attention.attention`."""
 
     def __call__(
         self,
@@ -53,7 +53,7 @@ class Attend(Protocol):
 class Rows:
     """Which positions of its rows a device holds, and how attention sees the others.
 
-    `offsets` turns the number of positions at hand into their places in the row, `length` into
+    `offsets` turns this device's number of positions into their indices in the row, `length` into
     that of the whole row without padding. `attend` takes the segment ids of whole rows.
     """
 
@@ -92,7 +92,7 @@ class Execution:
     `unshard` turns a unit (embedding, one block, head) as stored into weights typed float32; what
     they are used on passes through it. `experts` passes tokens through the routed experts. `rows`
     says which positions this device has. `rematerialize` wraps a unit's function: it says what
-    backward saves and what it computes again. `over_sequence` sums counts over the ranks that share
+    backward saves and what it rematerializes. `over_sequence` sums counts over the ranks that share
     a row, `over_data` over all data ranks. `seed` draws forced routes and jitter; jitter is drawn
     when `training` only.
     """

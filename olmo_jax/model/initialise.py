@@ -53,6 +53,9 @@ class Initialiser:
 
     def _values(self, path: str, parameter: Parameter) -> Float[Array, "*stacked_and_shape"]:
         """Return the leaf for each layer: one threefry key a layer, whatever is stacked with it."""
+        # seed -> name -> layer: one key a layer, however many are stacked, on whichever rank. vmap
+        # gives each layer the numbers that it would draw alone. crc32, since Python's hash of a
+        # string differs from process to process.
         key = jax.random.fold_in(self.key, zlib.crc32(path.encode()))
         shape, init = parameter.shape, parameter.init
         truncated = not (init == "embedding" and self.model.init.method != "normal")

@@ -44,7 +44,7 @@ def block_inputs(batch: Batch, execution: Execution, step: Int32[Array, ""]) -> 
 
 
 class RouterSums(NamedTuple):
-    """One routed layer's sums over this device's real tokens; counts are taken before any drop."""
+    """One routed layer's sums over this device's tokens without padding, before any drop."""
 
     balance: Float32[Array, "*layers"]
     z: Float32[Array, "*layers"]
@@ -131,13 +131,14 @@ class MoE(nnx.Module):
         config, padding_mask = self.model.router, inputs.padding_mask
         seen = x
         if config.jitter_eps is not None and execution.training:
-            place = (layer, inputs.sequence, inputs.offsets)
-            seen = jitter(x, config.jitter_eps, execution.seed, inputs.step, *place)
+            coordinates = (layer, inputs.sequence, inputs.offsets)
+            seen = jitter(x, config.jitter_eps, execution.seed, inputs.step, *coordinates)
         routing = self.router(seen, padding_mask, self._forced(inputs, execution, layer))
         terms = balance_terms(routing.scores, routing.experts, padding_mask, config=config)
         flat = x.reshape(-1, x.shape[-1])
         routes = (routing.experts, routing.weights)
         experts, weights = (value.reshape(-1, self.model.top_k) for value in routes)
+        # The router may see jittered tokens; the experts get them as they are.
         y, dropped = execution.experts(
             flat, experts, weights, padding_mask.reshape(-1), self.experts.weights()
         )

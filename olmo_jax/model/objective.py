@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from olmo_jax.arch.labels import IGNORED
 from olmo_jax.config.records import Config, ModelConfig
-from olmo_jax.data.batch import IGNORED, Batch
+from olmo_jax.data.batch import Batch
 from olmo_jax.model.execution import Execution, Tree, one_device
 from olmo_jax.model.moe import RouterSums
 from olmo_jax.model.transformer import (
@@ -31,14 +32,14 @@ class LossSums(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """Of the global batch: T tokens in the loss mask, R that are not padding."""
+    """Of the global batch: tokens in the loss mask, and tokens that are not padding."""
 
     loss_tokens: Float32[Array, ""]
-    real_tokens: Float32[Array, ""]
+    tokens: Float32[Array, ""]
 
 
 class Parts(NamedTuple):
-    """Unweighted losses: a token of the loss mask, and a real token summed over routed layers."""
+    """Unweighted losses: the first two per token of the loss mask, the router's per token."""
 
     cross_entropy: Float32[Array, ""]
     z: Float32[Array, ""]
@@ -106,8 +107,8 @@ def divide(sums: LossSums, divisors: Divisors) -> Parts:
     return Parts(
         sums.cross_entropy / divisors.loss_tokens,
         sums.z / divisors.loss_tokens,
-        zero if router is None else router.balance.sum() / divisors.real_tokens,
-        zero if router is None else router.z.sum() / divisors.real_tokens,
+        zero if router is None else router.balance.sum() / divisors.tokens,
+        zero if router is None else router.z.sum() / divisors.tokens,
     )
 
 
@@ -153,6 +154,10 @@ def _plain_batch(
     if segment_ids is None:
         segment_ids = jnp.ones_like(tokens)
     segments = jnp.asarray(segment_ids, jnp.int32)
+    #     segment    1 1 1 2 2 3
+    #     begins     1 0 0 1 0 1
+    #     start      0 0 0 3 3 5     running maximum of the offsets where one begins
+    #     position   0 1 2 0 1 0     offset - start
     offsets = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     begins = segments != jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     start = jnp.maximum.accumulate(jnp.where(begins, offsets, 0), axis=1)

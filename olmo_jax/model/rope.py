@@ -23,6 +23,8 @@ def _interpolated(rope: RopeConfig, num_dims: int) -> np.ndarray:
 
 def _stepwise(rope: RopeConfig, num_dims: int) -> np.ndarray:
     """Divide long wavelengths by the factor, keep short ones, blend in between (Llama 3.1)."""
+    # periods: how often a pair turns over the original length. Above `high` it is kept, below `low`
+    # divided by the factor, between them a mixture that is linear in the number of turns.
     inverse = _geometric(rope.theta, num_dims)
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
     periods = rope.original_length * inverse / (2 * math.pi)
@@ -32,6 +34,7 @@ def _stepwise(rope: RopeConfig, num_dims: int) -> np.ndarray:
 
 def _yarn_dim(rope: RopeConfig, num_dims: int, rotations: float) -> float:
     """Return the (fractional) dim that turns `rotations` times over the original length."""
+    # Pair d turns L theta^(-2 d / n) / (2 pi) times over L positions. Solved for d.
     ratio = math.log(rope.original_length / (2 * math.pi * rotations))
     return num_dims * ratio / (2 * math.log(rope.theta))
 
@@ -96,6 +99,7 @@ def rotate(
     )
     num_pairs = inverse.shape[0]
     rotated, rest = x[..., : 2 * num_pairs].astype(dtype), x[..., 2 * num_pairs :]
+    # A product of complex numbers: (first + i second) (cosine + i sine).
     first, second = jnp.split(rotated, 2, axis=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
     return jnp.concatenate([*(half.astype(x.dtype) for half in turned), rest], axis=-1)

@@ -80,6 +80,8 @@ def _select(
 
 def _take(values: Float[Array, "B L E"], experts: Int32[Array, "B L A"]) -> Float[Array, "B L A"]:
     """Return the values at a token's experts: distinct ones, so the gradient adds nothing twice."""
+    # Not take_along_axis: this gather promises unique indices, and so does its gradient, a
+    # scatter-add. Without the promise XLA:GPU has to put additions in order to be deterministic.
     rows = jnp.arange(values.shape[0])[:, None, None]
     positions = jnp.arange(values.shape[1])[None, :, None]
     return values.at[rows, positions, experts].get(
@@ -114,7 +116,7 @@ def route(
 ) -> Routing:
     """Choose each token's experts and their combine weights; `selection` takes the choice away.
 
-    Shapes: a token that is not `real` is read as zeros; its experts mean nothing and reach no loss.
+    Shapes: padding is read as zeros; its experts mean nothing and reach no loss.
     Source: olmo_core 3.0.0, nn/moe/v2/router.py, MoERouterV2.forward.
     Differs: a forced choice leaves the scores alone, so the weights always come from the router.
     """
@@ -146,15 +148,16 @@ def forced_experts(
     num_experts: int,
     top_k: int,
 ) -> Int32[Array, "B L A"]:
-    """Return A distinct experts a token that depend on its place in the run and on no weight.
+    """Return A distinct experts a token that depend on its position in the run and on no weight.
 
     Shapes: `sequence` numbers the rows of the global batch; `positions` count from the row's start
     (a slice of a row brings its own); `sequence_length` is the whole row's.
     """
     if assignment == "random":
-        place = (sequence[:, None, None], positions[None, :, None], jnp.arange(num_experts))
-        return lax.top_k(uniform(seed, step, layer, *place), top_k)[1]
-    # Reduced at each step: a long run's token numbers times A pass 2^31.
+        token = (sequence[:, None, None], positions[None, :, None], jnp.arange(num_experts))
+        return lax.top_k(uniform(seed, step, layer, *token), top_k)[1]
+    # Token n takes the A experts that follow those of token n - 1, so E tokens use each expert A
+    # times. Reduced at each step: a long run's token numbers times A pass 2^31.
     row_start = (sequence % num_experts) * (sequence_length % num_experts)
     token = (row_start[:, None] + positions[None, :]) % num_experts
     return (token[..., None] * top_k + jnp.arange(top_k)) % num_experts
@@ -172,10 +175,10 @@ def jitter(
     """Multiply each feature by a draw from [1 - eps, 1 + eps): what the router sees in training.
 
     Source: olmo_core 3.0.0, nn/moe/v2/router.py.
-    Differs: the draw depends on the token's place in the run, so it is the same on every mesh.
+    Differs: the draw depends on the token's position in the run, so it is the same on every mesh.
     """
-    place = (sequence[:, None, None], positions[None, :, None], jnp.arange(x.shape[-1]))
-    draw = uniform(seed, _JITTER_STREAM, step, layer, *place)
+    feature = (sequence[:, None, None], positions[None, :, None], jnp.arange(x.shape[-1]))
+    draw = uniform(seed, _JITTER_STREAM, step, layer, *feature)
     return x * (1 - eps + 2 * eps * draw).astype(x.dtype)
 
 
@@ -194,7 +197,7 @@ class Router(nnx.Module):
         padding_mask: Bool[Array, "B L"] | None = None,
         selection: Int32[Array, "B L A"] | None = None,
     ) -> Routing:
-        """Route the real tokens of x."""
+        """Route the tokens that are not padding."""
         return route(
             x,
             self.weight[...],

@@ -18,8 +18,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, Key
 
+from olmo_jax.arch import parameters
 from olmo_jax.arch.layers import StageLayout, is_routed, layer_groups, window_of
-from olmo_jax.arch.parameters import STACKED, STAGED, block, ends, leaves
+from olmo_jax.arch.parameters import STACKED, STAGED
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.data.batch import Batch
 from olmo_jax.errors import UserError
@@ -68,10 +69,10 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, model: ModelConfig, key: Key[Array, ""], stages: StageLayout | None = None):
-        groups, of_ends = layer_groups(model), Initialiser(key, model, ends(model))
+        groups, of_ends = layer_groups(model), Initialiser(key, model, parameters.ends(model))
 
         def make_block(layers: np.ndarray, dims: tuple[str, ...], *, routed: bool) -> Block:
-            described = block(model, routed=routed)
+            described = parameters.block(model, routed=routed)
             make = Initialiser(key, model, described, layers=layers, dims=dims)
             return Block(model, make, routed=routed)
 
@@ -115,7 +116,7 @@ def check_description(model: ModelConfig) -> None:
     """
     abstract = jax.eval_shape(lambda: initialise(model, 0))
     made = {name: leaf.shape for leaves in abstract for name, leaf in leaves.items()}
-    described = {name: leaf.shape for name, leaf in leaves(model).items()}
+    described = {name: leaf.shape for name, leaf in parameters.leaves(model).items()}
     differing = sorted({name for name, _ in made.items() ^ described.items()})
     if differing:
         name = differing[0]
@@ -130,10 +131,11 @@ def check_description(model: ModelConfig) -> None:
 def _graphs(model: ModelConfig) -> dict[str, Any]:
     """Return how each kind of unit is put together, without its values."""
     key = jax.random.key(0)
-    of_ends = Initialiser(key, model, ends(model))
+    of_ends = Initialiser(key, model, parameters.ends(model))
 
     def one_block(*, routed: bool) -> Block:
-        return Block(model, Initialiser(key, model, block(model, routed=routed)), routed=routed)
+        described = parameters.block(model, routed=routed)
+        return Block(model, Initialiser(key, model, described), routed=routed)
 
     units = {
         "embedding": lambda: Embedding(model, of_ends.inside("embedding")),
@@ -151,7 +153,7 @@ def check_leaves(model: ModelConfig, params: Mapping[str, Any]) -> None:
 
     Raises: UserError that names the leaves: put together, they would be taken for one another.
     """
-    wanted = leaves(model).keys()
+    wanted = parameters.leaves(model).keys()
     missing, extra = sorted(wanted - params.keys()), sorted(params.keys() - wanted)
     if missing or extra:
         raise UserError(
@@ -218,6 +220,8 @@ class ForwardPass:
         def unit(
             stored: Tree, x: Array, inputs: BlockInputs, layer: Array
         ) -> tuple[Array, RouterSums | None]:
+            # Inside of what is rematerialized: the slice and the gather of a weight are not saved,
+            # and the backward repeats them on the shards.
             taken = stored if take is None else take(stored)
             weights, x = self.execution.unshard(taken, x)
             block = nnx.merge(_graphs(model)[kind], weights)
@@ -249,7 +253,7 @@ def by_period(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_chunk(model: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
-    """Return one pipeline rank's leaves, [chunks, 1, places, ...], by chunk and period.
+    """Return one pipeline rank's leaves, [chunks, 1, layers of a stage, ...], by chunk and period.
 
     [chunks, periods of a stage, layers of a period, ...].
     """
@@ -267,6 +271,8 @@ def _scan_body(
 ) -> tuple[Float[Array, "B L D"], RouterSums | None]:
     """Scan the body, one period of the window pattern at a time."""
     groups = layer_groups(run.model)
+    # A window is static, so layers of one scan must agree in it. They do position by position of a
+    # period, and the body of the scan is one whole period: P layers, each with its own window.
     layers = jnp.array(groups.body, jnp.int32).reshape(-1, groups.period)
     # XLA takes the loop away from a scan of one period, and only a loop keeps the two computations
     # of a value apart.
@@ -354,6 +360,7 @@ def routed_rows(model: ModelConfig, names: Iterable[str]) -> list[int | slice]:
     An index for a leaf of one layer, a slice for the stacked ones: what selects its rows from
     arrays whose leading dim counts routed layers.
     """
+    # The first `num_dense_layers` layers have no router, so layer l is row l - num_dense_layers.
     groups = layer_groups(model)
     first = {"leading": 0, "body": groups.body[0], "trailing": groups.body[-1] + 1}
     rows: list[int | slice] = []

@@ -1,7 +1,7 @@
 """Attention block by block: an online softmax over a list of pairs (query block, key block).
 
 The list is made at trace time; where a block's positions begin may be known at run time only. So
-the same state serve a whole sequence, and the keys of another rank.
+the same functions serve a whole sequence and the keys of another rank.
 """
 
 import math
@@ -85,7 +85,8 @@ def visible(
 
 
 def _padded_blocks(x: Array, pieces: int, fill: int = 0) -> Array:
-    """Cut the positions of each piece into blocks: [B, L, ...] to [B, blocks, size, ...]."""
+    """Split the positions of each piece into blocks: [B, L, ...] to [B, blocks, size, ...]."""
+    # Each piece is padded by itself, so that no block holds positions of two pieces.
     size = block_size(x.shape[1] // pieces)
     parts = x.reshape(x.shape[0], pieces, -1, *x.shape[2:])
     after = [(0, 0), (0, 0), (0, -parts.shape[2] % size)] + [(0, 0)] * (x.ndim - 2)
@@ -94,9 +95,9 @@ def _padded_blocks(x: Array, pieces: int, fill: int = 0) -> Array:
 
 
 def to_blocks(x: Array, num_kv_heads: int, *, pieces: int = 1) -> Array:
-    """Cut [B, L, K G, H], of so many equal pieces, to [blocks, B, K, G size, H].
+    """Split [B, L, K G, H], of `pieces` equal pieces, into [blocks, B, K, G size, H].
 
-    Each piece ends in zeros where it is no whole number of blocks.
+    Zeros pad each piece to a whole number of blocks.
     """
     blocks = _padded_blocks(x, pieces)
     num_sequences, num_blocks, size, _, width = blocks.shape
@@ -108,7 +109,7 @@ def to_blocks(x: Array, num_kv_heads: int, *, pieces: int = 1) -> Array:
 def from_blocks(
     blocks: Array, shape: tuple[int, ...], dtype: DTypeLike, *, pieces: int = 1
 ) -> Array:
-    """Undo `cut` for a result of this shape and dtype."""
+    """Undo `to_blocks` for a result of this shape and dtype."""
     num_blocks, num_sequences, num_kv_heads, _, width = blocks.shape
     piece = shape[1] // pieces
     x = blocks.reshape(num_blocks, num_sequences, num_kv_heads, -1, block_size(piece), width)
@@ -117,7 +118,7 @@ def from_blocks(
 
 
 def segment_blocks(segment_ids: Array | None, *, pieces: int = 1) -> Array | None:
-    """Cut [B, L] to [blocks, B, size], -1 after the end of a piece."""
+    """Split [B, L] into [blocks, B, size], -1 after the end of a piece."""
     if segment_ids is None:
         return None
     return _padded_blocks(segment_ids, pieces, fill=-1).swapaxes(0, 1)
@@ -188,6 +189,13 @@ def add_pairs(
     """
 
     def add(state: SoftmaxState, pair: Array) -> tuple[SoftmaxState, None]:
+        # With m the highest logit of a query so far, the state is
+        #
+        #     totals = sum exp(logit - m),    attended = sum exp(logit - m) v.
+        #
+        # A new maximum m' shrinks both by exp(m - m'), since exp(logit - m) exp(m - m') is
+        # exp(logit - m'). m starts at LOWEST and not at -inf: for a query that sees nothing
+        # exp(-inf - LOWEST) is 0, and exp(-inf - (-inf)) would be NaN.
         i, j = pair
         logits = _logits(queries, keys, pair, window, scale)
         before = _at(state.highest, i)
@@ -213,6 +221,8 @@ def finish(state: SoftmaxState) -> tuple[Float32[Array, "..."], Float32[Array, "
 
 def softmaxed(out: Array, d_out: Array, logsumexp: Array) -> Softmaxed:
     """Return what backward needs; `out` and `d_out` in blocks."""
+    # Through a softmax with weights w, d_logit_j = w_j (d_w_j - sum_k w_k d_w_k), and d_w_k is
+    # d_out . v_k. The sum over keys is d_out . out: known before any pair of blocks is visited.
     return Softmaxed(d_out, logsumexp, (out.astype(jnp.float32) * d_out).sum(axis=-1))
 
 
@@ -235,7 +245,7 @@ def add_gradients(
     window: int | None,
     scale: float,
 ) -> Gradients:
-    """Add these pairs' part; their weights are computed again from the logsumexp.
+    """Add these pairs' part; their weights are rematerialized from the logsumexp.
 
     Source: Dao et al. 2022, FlashAttention, algorithm 4.
     """

@@ -8,10 +8,9 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Float32, Int32
 
+from olmo_jax.arch.labels import IGNORED
 from olmo_jax.arch.sizes import pieces
 from olmo_jax.ops import varying
-
-IGNORED = -100
 
 
 def cross_entropy(
@@ -23,9 +22,9 @@ def cross_entropy(
 ) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
     """Sum cross entropy and squared log-sum-exp over the tokens whose label is not -100.
 
-    Logits are FP32 from a product in the dtype of `hidden`, held for one chunk only, and computed
-    again for the gradient. The weight gradient is FP32 from its first addend. An ignored token's
-    hidden state may hold anything.
+    Logits are FP32 from a product in the dtype of `hidden`, held for one chunk only, and
+    rematerialized for the gradient. The weight gradient is FP32 from its first addend. An ignored
+    token's hidden state may hold anything.
     """
     chunks = pieces(labels.shape[0], chunk_tokens)
     missing = chunks.total - labels.shape[0]
@@ -41,6 +40,8 @@ def _chunked(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]
 
 
 def _chunked_forward(hidden: Array, weight: Array, labels: Array):
+    # A scan, since all logits at once are [T, V] in FP32, the largest array of a step. Saved is one
+    # number a token, the normaliser; the backward makes each chunk's logits once more.
     weight = weight.astype(hidden.dtype)
 
     def sums_of(_: None, chunk: tuple[Array, Array]):
@@ -48,9 +49,9 @@ def _chunked_forward(hidden: Array, weight: Array, labels: Array):
         logits = _logits(states, weight)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         target = jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
-        counted = targets != IGNORED
-        entropy = jnp.sum(jnp.where(counted, normaliser - target, 0.0))
-        square = jnp.sum(jnp.where(counted, normaliser**2, 0.0))
+        loss_mask = targets != IGNORED
+        entropy = jnp.sum(jnp.where(loss_mask, normaliser - target, 0.0))
+        square = jnp.sum(jnp.where(loss_mask, normaliser**2, 0.0))
         return None, (entropy, square, normaliser)
 
     _, (entropy, square, normalisers) = lax.scan(sums_of, None, (hidden, labels))
@@ -89,6 +90,9 @@ def _logits_gradient(
     logits: Array, labels: Array, normaliser: Array, gradients: tuple[Array, Array]
 ) -> Array:
     """Return the FP32 gradient of both sums in the logits: zero for an ignored token."""
+    # With Z = logsumexp(logits) and p = exp(logits - Z), dZ/dlogits is p, so
+    #
+    #     d(Z - logit[target]) = p - [target],    d(Z^2) = 2 Z p.
     entropy, square = gradients
     scale = entropy + 2.0 * square * normaliser
     probability = jnp.exp(logits - normaliser[:, None])

@@ -116,6 +116,16 @@ def visits_of(group_sizes: Int32[Array, " E"], num_rows: int, tile: int) -> tupl
     Source: the visits of megablox (JAX), `make_group_metadata`.
     Differs: there all windows are whole tiles, which does up to E - 1 half tiles more.
     """
+    # Tiles of 4 rows, groups a, b, c of 3, 2 and 3 rows:
+    #
+    #     row      0 1 2 3 | 4 5 6 7
+    #     group    a a a b | b c c c
+    #     main     a a a .   . c c c     one visit a tile: its group with the most rows there
+    #     rest           b   b           the others
+    #
+    # A pair (tile, group) begins where a tile begins or where a group does, so there are at most
+    # num_tiles + E - 1 pairs, and E - 1 are left beside one for each tile. Two groups cannot both
+    # have more than half of a tile, so the window of a rest is half a tile.
     num_groups = group_sizes.shape[0]
     num_tiles, num_rests = num_visits(num_rows, num_groups, tile)
     stops = jnp.cumsum(group_sizes, dtype=jnp.int32)
@@ -129,6 +139,7 @@ def visits_of(group_sizes: Int32[Array, " E"], num_rows: int, tile: int) -> tupl
     window = jnp.minimum(tile_starts[:, 0], num_rows - tile)
     main = Visits(largest, window, start, start + jnp.max(counts, axis=1))
 
+    # Pairs that share a row come first, in order; the visits that are left own no row.
     counts = jnp.where(is_largest, 0, counts).reshape(-1)
     pair = jnp.argsort(counts == 0, stable=True)[:num_rests]
     start = starts.reshape(-1)[pair]
@@ -161,6 +172,8 @@ def _tiles_product(
         product = jnp.where(_owned(visit, length), multiply(visit, length), before)
         return lax.dynamic_update_slice_in_dim(result, product, visit.first_row, 0), None
 
+    # Main visits cover all rows, one tile each, so their results are stacked and not written into
+    # an array: no copy. Rests then overwrite the rows that they own, where main left zeros.
     result = lax.scan(visit_tile, None, main)[1].reshape(rows.shape[0], -1)
     return _as_float(lax.scan(visit_rest, result, rest)[0], rows)[:num_rows]
 
@@ -180,6 +193,7 @@ def _tiles_outer(tiling: Tiling, rows: Array, gradient: Array, group_sizes: Arra
         owned = _owned(visit, length)
         left = lax.dynamic_slice_in_dim(rows_bits, visit.first_row, length, row_dim)
         right = lax.dynamic_slice_in_dim(gradient_bits, visit.first_row, length)
+        # Both sides are masked: 0 * NaN of a row past the last group would be NaN.
         product = contract(
             _as_float(jnp.where(owned.T if transpose else owned, left, 0), rows),
             _as_float(jnp.where(owned, right, 0), gradient),

@@ -14,6 +14,8 @@ def mix(x: UInt32[Array, "*dims"]) -> UInt32[Array, "*dims"]:
 
     Source: A. Appleby, MurmurHash3 (finaliser); C. Wellons, hash-prospector (lowbias32 constants).
     """
+    # A bijection: x ^ (x >> n) can be undone from the top bits down, and so can a product with an
+    # odd number modulo 2^32.
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
@@ -37,6 +39,7 @@ def uniform(
     seed: int | Int[Array, ""], *coordinates: int | Shaped[Array, "..."]
 ) -> Float[Array, "..."]:
     """Return float32 values in [0, 1) that are a function of the seed and the coordinates alone."""
+    # float32 has 24 bits of mantissa: with more of them a value could be rounded up to 1.
     top = bits(seed, *coordinates) >> jnp.uint32(32 - _MANTISSA_BITS)
     return top.astype(jnp.float32) * jnp.float32(2.0**-_MANTISSA_BITS)
 

@@ -22,6 +22,7 @@ def _linear(x: Array, w: Array, num_contracting: int) -> Array:
 
 
 def _forward(x: Array, w: Array, num_contracting: int) -> tuple[Array, Residuals]:
+    # w is a bf16 weight typed float32 (`parallel.ddp.attach`): this cast undoes that one.
     weight = w.astype(x.dtype)
     last = tuple(range(x.ndim - num_contracting, x.ndim))
     y = _product(x, weight, (last, tuple(range(num_contracting))), x.dtype)
@@ -34,6 +35,7 @@ def _backward(num_contracting: int, residuals: Residuals, dy: Array) -> tuple[Ar
     last_of_dy = tuple(range(num_rows, dy.ndim))
     last_of_weight = tuple(range(num_contracting, weight.ndim))
     dx = _product(dy, weight, (last_of_dy, last_of_weight), x.dtype)
+    # FP32 out of the product, not a cast of its bf16 result: the addends are never rounded.
     rows = tuple(range(num_rows))
     return dx, _product(x, dy, (rows, rows), jnp.dtype(jnp.float32))
 

@@ -1,4 +1,4 @@
-"""The device that a program is traced for: the one at hand, or one that only a compiler knows."""
+"""The device that a program is traced for: this process's, or one that only a compiler knows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -15,7 +15,7 @@ def axes_of(value: Array) -> frozenset[str]:
 
 
 def vary_over(value: Array, axes: tuple[str, ...]) -> Array:
-    """Mark `value` as varying over `axes`, those that it varies over already aside."""
+    """Mark `value` as varying over `axes`, except those it varies over already."""
     missing = tuple(axis for axis in axes if axis not in axes_of(value))
     return lax.pcast(value, missing, to="varying") if missing else value
 

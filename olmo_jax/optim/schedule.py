@@ -16,14 +16,12 @@ class Stretch(NamedTuple):
     shape: str = "linear"
 
 
-def length(count: int | None, fraction: float | None, horizon: int, default: float = 0.0) -> int:
-    """Return a length that is given as a count, or else as a fraction of `horizon`.
-
-    Source: olmo_core 3.0.0, optim/scheduler.py (which rounds the fraction likewise).
-    """
-    if count is not None:
-        return count
-    return round(horizon * (default if fraction is None else fraction))
+def with_warmup_of(optim: OptimConfig, horizon: int) -> OptimConfig:
+    """Return the same with the warm-up as a count, as its fraction of this horizon."""
+    schedule = optim.schedule
+    warmup = schedule.warmup_length(horizon)
+    settled = schedule.model_copy(update={"warmup": warmup, "warmup_fraction": None})
+    return optim.model_copy(update={"schedule": settled})
 
 
 def _between(start: float, end: float, count: int, duration: int, shape: str) -> float:
@@ -56,7 +54,7 @@ def _stretches(schedule: ScheduleConfig, lr: float, warmup: int, horizon: int) -
     if schedule.kind in ("linear", "cosine"):
         return [rise, Stretch(rest, final, lr, schedule.kind)]
     if schedule.kind == "wsd":
-        decay = min(length(schedule.decay, schedule.decay_fraction, horizon, 0.1), rest)
+        decay = min(schedule.decay_length(horizon), rest)
         return [rise, Stretch(rest - decay, lr), Stretch(decay, final)]
     return [rise]
 
@@ -89,13 +87,12 @@ def learning_rate(
     are absolute rates), and WSD holds its last value past the horizon.
     """
     schedule, lr = optim.schedule, optim.lr
-    in_tokens = schedule.unit == "tokens"
-    count = tokens if in_tokens else step
-    horizon = schedule.horizon or (total_tokens if in_tokens else total_steps)
+    count = tokens if schedule.unit == "tokens" else step
+    horizon = schedule.end(total_steps=total_steps, total_tokens=total_tokens)
     first = schedule.warmup_start * lr
     if schedule.kind == "composable":
         return piecewise(_composed(schedule, lr), count, first)
-    warmup = length(schedule.warmup, schedule.warmup_fraction, horizon)
+    warmup = schedule.warmup_length(horizon)
     if schedule.kind == "inverse_sqrt" and count > warmup:
         final = schedule.final * lr
         return final + (lr - final) * math.sqrt(warmup / count)

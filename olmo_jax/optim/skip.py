@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 History = dict[str, Array]
-"""`losses` and `grad_norms` f32[window], newest last; the last `size` (int32) of each are real."""
+"""`losses`, `grad_norms` f32[window], newest last; the last `size` (int32) of each are filled."""
 
 
 def init(window: int) -> History:
@@ -31,10 +31,10 @@ def _within(
 
     All is measured from the newest entry, so that a constant past has a deviation of exactly 0.
     """
-    real = jnp.arange(past.shape[0]) >= past.shape[0] - size
-    offsets = jnp.where(real, past - past[-1], 0.0)
+    filled = jnp.arange(past.shape[0]) >= past.shape[0] - size
+    offsets = jnp.where(filled, past - past[-1], 0.0)
     mean = offsets.sum() / jnp.maximum(size, 1)
-    squares = jnp.where(real, (offsets - mean) ** 2, 0.0).sum()
+    squares = jnp.where(filled, (offsets - mean) ** 2, 0.0).sum()
     deviation = jnp.sqrt(squares / jnp.maximum(size - 1, 1))
     return value - past[-1] - mean <= sigma * deviation
 

@@ -1,9 +1,9 @@
 """Context parallelism: the positions of a row are divided over the `sequence` ranks.
 
-Everything but attention works on the positions at hand. Attention sees the others in one of two
+Everything but attention works on this rank's positions. Attention sees the others in one of two
 ways. Ulysses exchanges positions for heads: each rank attends with a share of the heads to whole
-rows. A ring keeps the queries where they are and sends keys and values round. Which pieces of a
-row a rank holds is the method's affair: see `held_pieces`.
+rows. A ring leaves the queries where they are and sends keys and values round. The method decides
+which pieces of a row a rank holds: see `held_pieces`.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ Attend = Callable[..., Float[Array, "B L N H"]]
 def piece_starts(
     method: Context, rank: Int[Array, ""] | int, num_ranks: int, num_local: int
 ) -> Int32[Array, " pieces"]:
-    """Return the place in the row at which each piece begins that a rank holds."""
+    """Return the position in the row at which each piece of a rank begins."""
     length = num_local // PIECES[method]
     pieces = held_pieces(method, rank, num_ranks)
     return jnp.stack([jnp.asarray(piece, jnp.int32) for piece in pieces]) * length
 
 
 def offsets(method: Context, num_ranks: int, num_local: int) -> Int32[Array, " l"]:
-    """Return the place in the row of each position that this rank holds."""
+    """Return the index in the row of each position that this rank holds."""
     starts = piece_starts(method, lax.axis_index(AXIS), num_ranks, num_local)
     inside = jnp.arange(num_local // PIECES[method], dtype=jnp.int32)
     return (starts[:, None] + inside).reshape(-1)
@@ -94,6 +94,7 @@ def ulysses(
     Differs: there the ranks must divide the key heads.
     """
     copies = head_copies(k.shape[2], num_ranks)
+    # Stacked, k and v go in one all-to-all: half the calls, and the same bytes.
     pair = jnp.stack([copy_heads(x, copies) if copies > 1 else x for x in (k, v)])
     q = checkpoint_name(_to_heads(q), "exchanged_query")
     k, v = checkpoint_name(_to_heads(pair), "exchanged_key_value")
@@ -155,6 +156,14 @@ class _Ring:
 
     def pairs(self, hop: Hop, num_blocks: int) -> Int[Array, "pairs 2"]:
         """Return this rank's pairs of blocks; the second piece's blocks follow the first's."""
+        # Rank r holds pieces r and 2P - 1 - r of a row: see `held_pieces`. With keys of rank o,
+        #
+        #                        first keys, o    second keys, 2P - 1 - o
+        #     first queries, r   if o < r         never
+        #     second queries     always           if o > r
+        #
+        # so each rank has two of the four pairs of pieces in every hop: even work. Of its own keys
+        # (o = r) it has both on the diagonal, by their causal halves.
         second = num_blocks // 2
         across = hop.across + jnp.array([second, 0], jnp.int32)
         first, last = jnp.asarray(hop.within), jnp.asarray(hop.within) + second
@@ -213,6 +222,14 @@ def _ring_backward(ring: _Ring, saved: Saved, d_out: Array) -> tuple[Array, Arra
             _from_blocks(found.v, v, jnp.float32),
         )
 
+    # 3 ranks, as rank r sees it. dq stays; gradients of keys follow them one hop behind:
+    #
+    #     hop 0    keys of r        home = gradients of r's keys by r's queries
+    #     hop 1    keys of r - 1    away = those of r - 1's keys by r's queries
+    #     hop 2    keys of r - 2    away = arrived from r - 1, which had these keys before, + by r's
+    #     home     away goes on to the rank of its keys, and is added to home there
+    #
+    # So a gradient travels as far as its keys, and the permutes hide behind the next hop's work.
     hops, pair = ring.hops(q.shape[1]), (k, v)
     dq, home = add(None, pair, hops[0])
     away = None

@@ -1,4 +1,4 @@
-"""Weights that stay in place for the whole accumulation window, and their FP32 gradients."""
+"""Weights that do not move for the whole accumulation window, and their FP32 gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,13 @@ def attach(
     The operations of the model cast it back to the compute dtype, which undoes this cast, and
     hand back FP32 weight gradients. A cotangent of a bf16 weight would have to be bf16.
     """
+    # JAX gives a cotangent the dtype of its primal. That of a bf16 weight would be bf16, and every
+    # addend of a sum over microbatches would be rounded. So the model sees a float32 array:
+    #
+    #     forward     bf16 weight -> float32 (here) -> bf16 (in the op)   exact: XLA cancels both
+    #     backward    float32 gradient of the op -> accumulator           no rounding on the way
+    #
+    # The gradient is taken of the accumulator alone: zeros that the forward does not read.
     del accumulator
     return weight.astype(jnp.float32)
 

@@ -14,7 +14,7 @@ def reduce_to_main(gradient: Float32[Array, "..."], specs: ParameterSpecs) -> Fl
     """Sum a device's own gradient over all replicas and leave each its shard.
 
     Comm: FP32, once a step: a reduce-scatter over the axes that `main` adds to `resident`
-    (4 (n-1)/n bytes an element), an all-reduce over what stays a replica axis.
+    (4 (n-1)/n bytes an element), an all-reduce over the axes that stay replica axes.
     """
     left = replica_axes(specs.main)
     with jax.named_scope("reduce_gradients"):
@@ -46,6 +46,8 @@ def global_norm(
 
     Comm: an all-reduce of one FP32 number for each set of axes that divides some leaf.
     """
+    # A shard is summed over the axes that divide its leaf and over no others: along a replica axis
+    # the same elements would count once a rank.
     squares = defaultdict(list)
     for name, gradient in gradients.items():
         squares[axes_used(specs[name].main)].append(jnp.sum(jnp.square(gradient)))

@@ -3,7 +3,7 @@
 Everything is decided from counts before a row moves: an all-gather of requested counts gives every
 rank the same keep matrix, and from it each route's destination row. A transport then moves rows:
 `dispatch` to the experts, `combine` back. Both are gathers in both directions, since the map and
-its inverse are at hand; nothing is scattered with repeated indices.
+its inverse are both known; nothing is scattered with repeated indices.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class RoutePlan(NamedTuple):
     """Where rows go. `W` ranks in the group, `t` tokens each, `A` routes a token.
 
     `row_of_route[i, a]` is the row, here, of route a of the group's token i; -1 if it went
-    elsewhere or nowhere. `route_of_row[r]` is i * A + a, or -1 for a row that holds nothing.
+    elsewhere or was dropped. `route_of_row[r]` is i * A + a, or -1 for an empty row.
     """
 
     row_of_route: Int32[Array, "Wt A"]
@@ -42,9 +42,18 @@ class RoutePlan(NamedTuple):
 def keep_matrix(requested: Int32[Array, "W W e"], limit: int) -> Int32[Array, "W W e"]:
     """Return how many of the [source, destination, local expert] routes are accepted.
 
-    Per destination, in the order (local expert, source): whatever exceeds `limit` is cut from the
+    Per destination, in the order (local expert, source): what exceeds `limit` is dropped from the
     tail. Source: olmo_core 3.0.0, nn/moe/v2, tail drop.
     """
+    # One destination with 2 experts, 2 sources, limit 3:
+    #
+    #     (expert, source)    (0,0) (0,1) (1,0) (1,1)
+    #     requested             2     1     1     2
+    #     ends, at most 3       2     3     3     3      cumulative sums 2 3 4 6
+    #     accepted              2     1     0     0      differences: the tail is dropped
+    #
+    # Every rank computes this for all destinations from the same counts, so nobody has to be told
+    # which of its routes were dropped.
     num_sources, num_ranks, num_local = requested.shape
     chunks = requested.transpose(1, 2, 0).reshape(num_ranks, num_local * num_sources)
     ends = jnp.minimum(jnp.cumsum(chunks, axis=1), limit)
@@ -57,24 +66,30 @@ def number_routes(
 ) -> tuple[Int32[Array, "t A"], Int32[Array, " E"]]:
     """Return each route's number among this rank's routes to the same expert, and the counts.
 
-    Routes are taken token by token, slot by slot; those of a token that is not real come last and
-    count nowhere.
+    Routes are numbered token by token, slot by slot; those of padding come last, in no count.
     """
+    #     owner            2 0 2 1     the expert of each route
+    #     order            1 3 0 2     by expert, then as they come: the sort is stable
+    #     rank_in_order    2 0 3 1     the inverse permutation
+    #     starts           0 1 2       of experts 0, 1, 2 in that order
+    #     number           0 0 1 0     rank_in_order - starts[owner]
+    #
+    # A one-hot cumulative sum gives the same numbers, from [t A, E] integers.
     owner = jnp.where(padding_mask[:, None], experts, num_experts).reshape(-1)
     order = jnp.argsort(owner, stable=True)
-    place = (
+    rank_in_order = (
         jnp.zeros_like(order)
         .at[order]
         .set(like(jnp.arange(order.size, dtype=order.dtype), order), unique_indices=True)
     )
     ids = jnp.arange(num_experts + 1, dtype=jnp.int32)
     starts = jnp.searchsorted(owner[order], ids, method="compare_all").astype(jnp.int32)
-    number = place.astype(jnp.int32) - jnp.append(starts[:-1], 0)[owner]
+    number = rank_in_order.astype(jnp.int32) - jnp.append(starts[:-1], 0)[owner]
     return number.reshape(experts.shape), jnp.diff(starts)
 
 
 class RouteMap(NamedTuple):
-    """Destination rank and row of each route; -1 where it was dropped or its token is not padding_mask."""
+    """Destination rank and row of each route; -1 where it was dropped or its token is padding."""
 
     rank: Int32[Array, "t A"]
     row: Int32[Array, "t A"]
@@ -89,9 +104,16 @@ def map_routes(
 ) -> RouteMap:
     """Return where this rank's routes land.
 
-    On the destination rows lie expert by expert, within an expert source by source, within a
+    The destination has its rows expert by expert, within an expert source by source, within a
     source in route order, without gaps. Source: olmo_core 3.0.0, nn/moe/v2, rowwise route maps.
     """
+    # With the numbers of `keep_matrix` the destination has 3 rows:
+    #
+    #     row       0    1    2
+    #     expert    0    0    0
+    #     source    0    0    1     row = base[expert] + rows of earlier sources + route number
+    #
+    # A route is accepted if its number is below what its (source, expert) may send.
     num_local = keep.shape[2]
     rank, local = experts // num_local, experts % num_local
     per_expert = keep.sum(axis=0)
@@ -123,7 +145,7 @@ def plan_routes(
     axis: Axes,
     num_ranks: int,
 ) -> RoutePlan:
-    """Decide which routes are kept, and where their rows lie.
+    """Decide which routes are kept, and the row of each.
 
     `limit` is the rows a rank accepts; None drops nothing, and nor does a group of one rank.
     Comm: along `axis`, all-gathers of E counts and of 8 bytes a route.
@@ -137,9 +159,11 @@ def plan_routes(
         keep = keep_matrix(requested, num_rows)
         mine = map_routes(experts, number, padding_mask, keep, me)
         rank, row = _gather(mine.rank, axis), _gather(mine.row, axis)
+    # The map in both directions: `here` has each route's row, `route_of_row` each row's route.
+    # A transport reads by one of them forward and by the other backward, and never scatters rows.
     here = jnp.where(rank == me, row, -1)
     route = like(jnp.arange(here.size, dtype=jnp.int32), here)
-    # A route that is not here is sent past the end, each to a place of its own, and dropped.
+    # A route that is not here gets an index past the end, a different one each, and is dropped.
     target = jnp.where(here < 0, num_rows + route.reshape(here.shape), here).reshape(-1)
     empty = like(jnp.full(num_rows, -1, jnp.int32), here)
     route_of_row = empty.at[target].set(route, mode="drop", unique_indices=True)
@@ -156,7 +180,7 @@ def plan_routes(
 def dispatch(x: Float[Array, "t D"], plan: RoutePlan, axis: Axes) -> Float[Array, "R D"]:
     """Return the rows of this rank's experts, out of all tokens of the group.
 
-    Rows past the last kept one hold some token's values: nothing may read them.
+    Rows past the last accepted one hold some token's values: nothing may read them.
     Comm: along `axis`, an all-gather of x in its dtype; backward an FP32 reduce-scatter of [Wt, D].
     """
     top_k = plan.row_of_route.shape[1]
@@ -167,6 +191,7 @@ def dispatch(x: Float[Array, "t D"], plan: RoutePlan, axis: Axes) -> Float[Array
 def _dispatch_forward(
     x: Float[Array, "t D"], plan: RoutePlan, axis: Axes
 ) -> tuple[Float[Array, "R D"], tuple[RoutePlan, Float[Array, "0"]]]:
+    # The backward needs the dtype of x and not x: an empty array carries it.
     return dispatch(x, plan, axis), (plan, like(jnp.zeros(0, x.dtype), x))
 
 
@@ -207,6 +232,7 @@ def combine(
     Source: olmo_core 3.0.0, nn/moe/v2 (row-wise combine).
     """
     with jax.named_scope("combine"):
+        # Slot by slot: all slots at once would be an FP32 array of [W t, A, D].
         scale = _gather(weights, axis)
         total = scale[:, :1] * _rows_of_routes(rows, plan, 0)
         for slot in range(1, scale.shape[1]):
@@ -228,6 +254,7 @@ def _combine_backward(
     rows, weights, plan = saved
     with jax.named_scope("combine_backward"):
         scale, outer = _gather(weights, axis), _gather(cotangent, axis)
+        # d_rows is by row, d_weights by route: each is a gather by its map.
         held = plan.route_of_row >= 0
         route = jnp.maximum(plan.route_of_row, 0)
         top_k = scale.shape[1]
@@ -285,7 +312,7 @@ def exchange_in_slices(
     size = -(-x.shape[0] // num_ranks)
     pad = size * num_ranks - x.shape[0]
 
-    def cut(value: Array) -> Array:
+    def to_slices(value: Array) -> Array:
         padded = jnp.pad(value, [(0, pad)] + [(0, 0)] * (value.ndim - 1))
         return padded.reshape(num_ranks, size, *value.shape[1:])
 
@@ -304,6 +331,6 @@ def exchange_in_slices(
         )
         return total + dropped, y
 
-    parts = tuple(cut(value) for value in (x, experts, weights, padding_mask))
+    parts = tuple(to_slices(value) for value in (x, experts, weights, padding_mask))
     dropped, y = lax.scan(one, like(jnp.zeros((), jnp.int32), x), parts)
     return y.reshape(-1, x.shape[1])[: x.shape[0]], dropped

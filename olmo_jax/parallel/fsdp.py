@@ -1,4 +1,4 @@
-"""Weights of which a device keeps a shard: gathered for each use, their gradients scattered."""
+"""Weights of which a device stores a shard: gathered for each use, their gradients scattered."""
 
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ def gather(shard: Float[Array, "..."], added: AddedAxes, dtype: jnp.dtype) -> Fl
     """
     weight = shard.astype(dtype)
     with jax.named_scope("gather_unit"):
+        # `dim` counts from the end, so it is the same for a stacked leaf and for one layer of it.
         for dim, axes in added:
             weight = lax.all_gather(weight, axes, axis=weight.ndim + dim, tiled=True)
     return weight
@@ -105,6 +106,9 @@ def hold_inside(weights: Any, x: Any) -> tuple[Any, Any]:
 
     A barrier as JAX differentiates it would have zeros of all weights in the backward pass.
     """
+    # In a loop over microbatches the shards are the same in every iteration, and so is a gather of
+    # them: XLA may run it once before the loop, and then all whole weights are alive at once. x
+    # changes in every iteration; behind a barrier with x, so do the shards, as far as XLA can tell.
     return lax.optimization_barrier((weights, x))
 
 
@@ -113,6 +117,7 @@ def _hold_inside_forward(weights: Any, x: Any) -> tuple[tuple[Any, Any], None]:
 
 
 def _hold_inside_backward(_: None, cotangents: tuple[Any, Any]) -> tuple[None, Any]:
+    # Shards get no gradient here: theirs goes to the accumulators, in `attach`.
     return None, cotangents[1]
 
 

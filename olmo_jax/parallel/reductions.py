@@ -29,6 +29,8 @@ def sum_everywhere(tree: Any) -> Any:
 
 
 def _sum(value: Array) -> Array:
+    # The type says over which axes ranks differ. A sum over another axis would multiply by its
+    # size.
     axes = tuple(axis for axis in AXES if axis in axes_of(value))
     return lax.psum(value, axes) if axes else value
 

@@ -1,4 +1,4 @@
-"""How a unit (embedding, one block, head) gets whole weights from what a device keeps of them.
+"""How a unit (embedding, one block, head) gets whole weights from the shards of a device.
 
 One record and one function for all methods: a shard is gathered, a whole weight is only typed.
 """
@@ -19,10 +19,10 @@ from olmo_jax.parallel import ddp, fsdp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WeightShard:
-    """A weight as it is kept, and the place that its FP32 gradient goes to.
+    """A weight as a device stores it, and the accumulator of its FP32 gradient.
 
-    `added` is how `accumulator` lies within the whole weight. `weight` lies so too, unless it was
-    `gathered` before. `dtype` is the compute dtype.
+    `added` are the axes that divide `accumulator` further than the compute weight. They divide
+    `weight` too, unless it was `gathered` before. `dtype` is the compute dtype.
     """
 
     weight: Float[Array, "..."]
@@ -56,6 +56,7 @@ def unshard(unit: Any, x: Any) -> tuple[Any, Any]:
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, WeightShard) and leaf.added and not leaf.gathered
     }
+    # One barrier for all shards of the unit: they may be gathered together, and none before x.
     if shards:
         shards, x = fsdp.hold_inside(shards, x)
     for i, shard in shards.items():

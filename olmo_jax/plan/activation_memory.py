@@ -20,7 +20,7 @@ from olmo_jax.arch.sizes import ITEM_BYTES, block_size, pieces
 from olmo_jax.mesh.layout import Layout
 from olmo_jax.parallel.pipeline.of_layout import schedule_of
 from olmo_jax.parallel.pipeline.segments import segments
-from olmo_jax.plan.passes import passes
+from olmo_jax.plan.pass_counts import passes
 from olmo_jax.plan.slots import slot_bytes, stage_residuals
 
 
@@ -47,6 +47,7 @@ def held(layout: Layout) -> Held:
         return Held(ends + kept_bytes(layout, range(model.num_layers)))
     schedule = schedule_of(layout)
     program = segments(schedule)
+    # The executor's own program: how many groups wait at most is a property of the schedule.
     waiting = program.inbox_groups + program.outbox_groups
     turns = schedule.microbatches if program.turns_wait else 0
     return Held(
@@ -131,7 +132,7 @@ def _backward_bytes(layout: Layout, *, routed: bool) -> int:
     results = list(block_activations(layout.model, layout.device, saved, routed=routed))
     again = _total_bytes(each for each in results if each.name not in saved)
     hidden = _total_bytes(each for each in results if each.name.endswith("_hidden"))
-    # SwiGLU halves the width.
+    # SwiGLU halves the width. 3 / 2: what is rematerialized, and half as much without a name.
     return again * 3 // 2 + _total_bytes(results) + 2 * hidden // 2
 
 
@@ -159,6 +160,7 @@ def _tick_bytes(layout: Layout) -> int:
     body = [leaf for leaf in layout.sharded if leaf.unit == "body"]
     gradients = 4 * sum(leaf.elements(leaf.specs.resident) for leaf in body)
     chunk = _total_bytes(stage_residuals(layout))
+    # A slot is written whole and read whole, and a chunk's accumulator is copied to be added to.
     return 2 * chunk + gradients // layout.config.parallel.pipeline_chunks
 
 

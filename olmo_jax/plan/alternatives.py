@@ -38,6 +38,7 @@ def _single(config: Config) -> Iterator[dict[str, dict[str, Any]]]:
             yield {"train": {"microbatch": size}}
     if not parallel.shard_optimizer:
         yield {"parallel": {"shard_optimizer": True}}
+    # Ranks of `data` turned into ranks of another axis: the number of devices stays.
     for axis in ("expert", "pipeline"):
         for factor in divisors(mesh.data):
             if factor > 1:

@@ -32,11 +32,13 @@ from olmo_jax.arch.sizes import (
 )
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.mesh.layout import Layout
-from olmo_jax.plan.passes import passes
+from olmo_jax.plan.pass_counts import passes
 
 
 def block_pairs_count(length: int, window: int | None) -> int:
     """Return how many pairs `block_pairs` lists, without listing them."""
+    # Query block i sees key block i - d if its first query sees the last key there:
+    # (d - 1) block + 1 < window, so d <= ceil((window - 1) / block). See `arch.sizes.block_pairs`.
     block = block_size(length)
     reach = None if window is None else math.ceil((window - 1) / block) + 1
     return attended_pairs(math.ceil(length / block), reach)
@@ -108,6 +110,7 @@ def _computed_again(
 @cache
 def _ring_pairs_count(piece: int, num_ranks: int, window: int | None) -> int:
     """Return how many pairs of blocks one rank computes in all hops of a ring."""
+    # Of its own keys a rank has both diagonals and one pair of pieces across, of others two pairs.
     own, *others = ring_hops(piece, num_ranks, window)
     pairs_of_others = sum(len(hop.across) + len(hop.within) for hop in others)
     return len(own.across) + 2 * len(own.within) + pairs_of_others
@@ -141,7 +144,7 @@ def hardware_flops(layout: Layout) -> dict[str, Flops]:
     parts = of_layers(model, run.layers(), tokens=tokens, pairs=pairs, rows=rows)
     head_rows = run.num_last * pieces(run.head_tokens, train.head_chunk_tokens).total
     parts["head"] = head(model, head_rows)
-    # The cotangents of a tile, sorted by token, times the matrix of which tokens are equal.
+    # `ops.embedding` multiplies each tile of cotangents by the [tile, tile] matrix of equal tokens.
     tile = pieces(tokens, EMBEDDING_TILE)
     parts["embedding"] = Flops()
     more = Counter(

@@ -11,6 +11,7 @@ from olmo_jax.config import document
 from olmo_jax.config.messages import listing, show
 from olmo_jax.config.records import Count, Fraction, Name, Positive, Record
 from olmo_jax.errors import UserError
+from olmo_jax.formatting import GIB, MIB
 from olmo_jax.mesh.axes import AXES
 
 
@@ -43,8 +44,6 @@ class Hardware(Record, frozen=True):
         return int(self.usable * self.memory_bytes)
 
 
-GIB = 2**30
-
 MACHINES = {
     machine.name: machine
     for machine in (
@@ -61,7 +60,7 @@ MACHINES = {
         Hardware(
             name="h100",
             peak_flops=989.5e12,
-            memory_bytes=81_559 * 2**20,
+            memory_bytes=81_559 * MIB,
             memory_bytes_per_s=3.35e12,
             node_bytes_per_s=450e9,
             network_bytes_per_s=50e9,
@@ -69,7 +68,7 @@ MACHINES = {
         Hardware(
             name="h200",
             peak_flops=989.5e12,
-            memory_bytes=143_771 * 2**20,
+            memory_bytes=143_771 * MIB,
             memory_bytes_per_s=4.8e12,
             node_bytes_per_s=450e9,
             network_bytes_per_s=50e9,
@@ -78,7 +77,7 @@ MACHINES = {
         Hardware(
             name="b200",
             peak_flops=2.25e15,
-            memory_bytes=183_359 * 2**20,
+            memory_bytes=183_359 * MIB,
             memory_bytes_per_s=8e12,
             node_bytes_per_s=900e9,
             network_bytes_per_s=50e9,
@@ -87,7 +86,7 @@ MACHINES = {
         Hardware(
             name="b300",
             peak_flops=2.25e15,
-            memory_bytes=275_040 * 2**20,
+            memory_bytes=275_040 * MIB,
             memory_bytes_per_s=8e12,
             node_bytes_per_s=956.25e9,
             network_bytes_per_s=100e9,
@@ -132,6 +131,9 @@ def _optional() -> list[str]:
 
 def in_one_node(hardware: Hardware, axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """Return how many ranks of one group along `axes` share a node: ranks fill nodes in order."""
+    # Ranks are row-major over the axes: along the last one they are neighbours, along an earlier
+    # one as far apart as the product of the sizes behind it. These are the ranks of rank 0's group;
+    # those below devices_per_node are in its node.
     strides = {axis: math.prod(sizes[a] for a in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
     ranks = np.zeros(1, np.int64)
     for axis in axes:

@@ -3,7 +3,7 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from olmo_jax.plan.hardware import GIB
+from olmo_jax.formatting import GIB
 from olmo_jax.plan.plan import Plan
 
 

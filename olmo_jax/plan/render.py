@@ -1,14 +1,14 @@
 """A plan and a search as text and as JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
+from olmo_jax.formatting import amount, binary_bytes, columns, seconds
 from olmo_jax.plan.alternatives import that_fit
-from olmo_jax.plan.hardware import GIB
 from olmo_jax.plan.plan import MethodRow, Plan
 from olmo_jax.plan.search import SHOWN, Found, Ranked
 from olmo_jax.plan.step_time import TERMS
-from olmo_jax.plan.summary import amount, layers
+from olmo_jax.plan.summary import layers
 
 CONVENTION = (
     "2mkn a product, twice that backward; allowed query-key pairs, top_k experts a token; no "
@@ -31,32 +31,6 @@ CATEGORIES = {
     "logits": "or the head's: a chunk of logits, the weight's gradient",
     "total": "at most",
 }
-
-
-def size(number: int | float) -> str:
-    """Return bytes as "1.25 GiB", in the largest unit that leaves at least one."""
-    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= unit:
-            return f"{number / unit:.2f} {name}"
-    return f"{number:.0f} B"
-
-
-def seconds(number: int | float) -> str:
-    """Return a time as "1.25 s" or "3.1 ms"."""
-    return f"{number:.2f} s" if number >= 1 else f"{number * 1e3:.3g} ms"
-
-
-def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return rows with their cells aligned: the first `left` ones and the last to the left."""
-    last = len(rows[0]) - 1
-    widths = [max(len(row[i]) for row in rows) for i in range(last + 1)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < left or i == last else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def text(plan: Plan) -> str:
@@ -85,7 +59,7 @@ def _facts(plan: Plan) -> Iterator[str]:
         f"{plan.active_parameters / 1e9:,.2f} B a token"
     )
     yield f"layers      {config.model.num_layers}: {layers(config)}"
-    yield f"FLOPs       {plan.flops_per_token / 1e9:,.2f} G useful a token ({CONVENTION})"
+    yield f"FLOPs       {plan.flops_per_token / 1e9:,.2f} G model FLOPs a token ({CONVENTION})"
     yield (
         f"mesh        {plan.num_devices} x {hardware.name} in {nodes} node(s)"
         f"{used and ': '}{used}, {config.parallel.method}"
@@ -94,7 +68,7 @@ def _facts(plan: Plan) -> Iterator[str]:
         f"batch       {plan.tokens:,} tokens a step, {plan.num_microbatches} microbatches of "
         f"{config.train.microbatch} x {config.train.sequence_length} on each data rank"
     )
-    yield f"checkpoint  {size(plan.checkpoint_bytes)}"
+    yield f"checkpoint  {binary_bytes(plan.checkpoint_bytes)}"
 
 
 def _method(row: MethodRow) -> tuple[str, ...]:
@@ -104,9 +78,9 @@ def _method(row: MethodRow) -> tuple[str, ...]:
     return (
         row.method,
         row.divides,
-        size(row.keeps_bytes) if row.keeps_bytes else "-",
-        size(row.microbatch_bytes),
-        size(row.step_bytes),
+        binary_bytes(row.keeps_bytes) if row.keeps_bytes else "-",
+        binary_bytes(row.microbatch_bytes),
+        binary_bytes(row.step_bytes),
         seconds(row.seconds),
         how,
     )
@@ -123,7 +97,11 @@ def _memory(plan: Plan) -> Iterator[str]:
     policy = plan.config.train.recompute
     yield f"memory of a rank, train.recompute={policy}"
     parts = plan.memory_bytes
-    rows = [(name, size(parts[name]), words) for name, words in CATEGORIES.items() if parts[name]]
+    rows = [
+        (name, binary_bytes(parts[name]), words)
+        for name, words in CATEGORIES.items()
+        if parts[name]
+    ]
     for line in columns(rows):
         yield f"  {line}"
     if plan.live_chunks:
@@ -136,18 +114,19 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _verdict(plan: Plan) -> Iterator[str]:
     total, room = plan.memory_bytes["total"], plan.hardware.usable_bytes
-    limit = f"{size(room)}, {plan.hardware.usable:.0%} of {size(plan.hardware.memory_bytes)}"
+    memory = binary_bytes(plan.hardware.memory_bytes)
+    limit = f"{binary_bytes(room)}, {plan.hardware.usable:.0%} of {memory}"
     if plan.fits:
-        yield f"fits: {size(total)} of {limit}"
+        yield f"fits: {binary_bytes(total)} of {limit}"
         return
-    yield f"does not fit: {size(total)} of {limit}"
+    yield f"does not fit: {binary_bytes(total)} of {limit}"
     changes = that_fit(plan.config, plan.hardware)
     if not changes:
         yield "  no single change makes it fit; --search looks at all meshes"
     for change in changes[:3]:
         parts = change.plan.memory_bytes
         yield (
-            f"  would fit with {change.overrides}: {size(parts['total'])}, "
+            f"  would fit with {change.overrides}: {binary_bytes(parts['total'])}, "
             f"{seconds(change.plan.step_time_s)} a step instead of {seconds(plan.step_time_s)}"
         )
 
@@ -214,7 +193,13 @@ def _ranked(ranked: Ranked) -> tuple[str, ...]:
     second = sorted(plan.terms, key=lambda name: -plan.terms[name])[:3]
     reason = ", ".join(f"{name} {plan.terms[name] / plan.step_time_s:.0%}" for name in second)
     total = plan.memory_bytes["total"]
-    return seconds(plan.step_time_s), f"{plan.mfu:.1%}", size(total), reason, ranked.candidate.text
+    return (
+        seconds(plan.step_time_s),
+        f"{plan.mfu:.1%}",
+        binary_bytes(total),
+        reason,
+        ranked.candidate.text,
+    )
 
 
 def search_text(found: Found, hardware: str, num_devices: int) -> str:
@@ -229,7 +214,7 @@ def search_text(found: Found, hardware: str, num_devices: int) -> str:
         lines += [f"  {line}" for line in columns(rows, left=0)]
     if found.too_large:
         least = found.too_large[0]
-        total = size(least.plan.memory_bytes["total"])
+        total = binary_bytes(least.plan.memory_bytes["total"])
         lines.append(f"too large, at least {total}: {least.candidate.text}")
     lines += [f"refused by {reason}: {count}" for reason, count in found.rejected.most_common()]
     return "\n".join(lines)

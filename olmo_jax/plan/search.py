@@ -26,7 +26,7 @@ MOST_CHUNKS = 4
 
 
 class Candidate(NamedTuple):
-    """A mesh, a method, the chunks of a pipeline, and what backward computes again."""
+    """A mesh, a method, the chunks of a pipeline, and what backward rematerializes."""
 
     sizes: dict[str, int]
     method: str
@@ -63,6 +63,7 @@ class Found:
 
 def meshes(num_devices: int) -> Iterator[dict[str, int]]:
     """Yield the sizes of the axes whose product is the number of devices, each once."""
+    # All axes but the last choose a divisor; the last takes what is left, if it divides.
     for sizes in itertools.product(divisors(num_devices), repeat=len(AXES) - 1):
         rest, remainder = divmod(num_devices, math.prod(sizes))
         if rest and not remainder:
@@ -101,7 +102,7 @@ def _in_config(config: Config, candidate: Candidate) -> Config:
 
 
 def _policies(config: Config) -> list[Any]:
-    """Return the config's policy, and those that keep less: a mesh takes the first that fits."""
+    """Return the config's policy, and those that save less: a mesh takes the first that fits."""
     given = config.train.recompute
     return [given, *(policy for policy in ("experts", "block") if given not in (policy, "block"))]
 

@@ -3,11 +3,11 @@
 from olmo_jax.arch.activations import Activation, block_residuals, saved_names
 from olmo_jax.arch.layers import is_routed
 from olmo_jax.mesh.layout import Layout
-from olmo_jax.plan.passes import passes
+from olmo_jax.plan.pass_counts import passes
 
 
 def stage_residuals(layout: Layout) -> list[Activation]:
-    """Return what one chunk keeps of a microbatch: a leading dim has the repeats of the windows."""
+    """Return what one chunk saves of a microbatch: a leading dim has the repeats of the windows."""
     run, model = passes(layout), layout.model
     repeats = len(run.body) // run.groups.period
     saved, routed = saved_names(layout.config), is_routed(model, run.body[0])
@@ -24,6 +24,9 @@ def stage_residuals(layout: Layout) -> list[Activation]:
 
 def peak_live(layout: Layout, rank: int) -> int:
     """Return the most chunk activations that a rank of the pipeline ever holds."""
+    # Rank r runs one forward a tick from tick r on. Its first backward is that of its last chunk,
+    # in tick (V P - 1) + (P - 1 - r). By then it has run (V + 1) P - 1 - 2 r forwards, and from
+    # then on one backward comes with each forward.
     parallel = layout.config.parallel
     chunks = parallel.pipeline_chunks
     all_of_them = chunks * layout.num_microbatches

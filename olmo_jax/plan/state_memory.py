@@ -20,9 +20,9 @@ class Memory(NamedTuple):
 
     `weights` in the compute dtype stay between steps, as do `main`, `moments` and `others` (router
     biases, the history of losses and norms, counters). `gradients` are the FP32 accumulators of a
-    step; under a pipeline a tied embedding has two, one for each end of the model. Empty places of
-    its stages are state too. `gathered` is what FSDP holds at most of weights that were gathered:
-    one unit, or all.
+    step; under a pipeline a tied embedding has two, one for each end of the model. Padding layers
+    of its stages are state too. `gathered` is the most that FSDP holds of gathered weights: one
+    unit, or all.
     """
 
     weights: int
@@ -98,6 +98,8 @@ def _gathered(layout: Layout) -> int:
     item = ITEM_BYTES[layout.model.dtype]
     if layout.config.parallel.reshard != "full":
         return item * sum(leaf.elements(leaf.specs.compute) for leaf in layout.sharded)
+    # One unit at a time is whole: the embedding, one block, or the head. A leaf of the body holds
+    # all layers of a rank, and one of them is gathered; a tied table is part of the head too.
     units: Counter[str] = Counter()
     for leaf in layout.sharded:
         tied = layout.model.tie_embeddings and leaf.name == "embedding.weight"

@@ -17,7 +17,7 @@ from olmo_jax.parallel.pipeline.of_layout import schedule_of
 from olmo_jax.plan.communication import Traffic
 from olmo_jax.plan.flops import hardware_flops
 from olmo_jax.plan.hardware import Hardware, bytes_per_s
-from olmo_jax.plan.passes import passes
+from olmo_jax.plan.pass_counts import passes
 from olmo_jax.plan.state_memory import Memory
 
 Sizes = Mapping[str, int]
@@ -55,7 +55,7 @@ TERMS = {
 
 
 class Shares(NamedTuple):
-    """Of all that layers do in a step, empty places and idle ticks included, the part of each."""
+    """Of all that layers do in a step, padding and idle ticks included, the part of each."""
 
     model: float
     empty: float
@@ -63,20 +63,21 @@ class Shares(NamedTuple):
 
 
 def shares(layout: Layout) -> Shares:
-    """Return how the runs of layers divide. A rank that is idle, and an empty place, run too."""
+    """Return how the runs of layers divide. A rank that is idle, and a padding layer, run too."""
     ranks, run = layout.sizes["pipeline"], passes(layout)
     if layout.stages is None:
         return Shares(1.0, 0.0, 0.0)
     body = run.num_body * len(run.body)
     others = run.num_first * len(run.groups.leading) + run.num_last * len(run.groups.trailing)
     of_body = body / (body + others)
+    # Of V M + P - 1 ticks a rank is idle in P - 1. Of its other ticks, padding has its share.
     idle = (ranks - 1) / run.num_body
     empty = (1 - idle) * layout.stages.num_padding / layout.stages.num_positions
     return Shares(1 - of_body * (idle + empty), of_body * empty, of_body * idle)
 
 
 class Work(NamedTuple):
-    """FLOPs of one device and step, as executed: of layers, of their attention, of both ends.
+    """Hardware FLOPs of one device and step: of layers, of their attention, of both ends.
 
     `again` of the layers' products is what backward repeats.
     """
@@ -95,6 +96,7 @@ def work(layout: Layout) -> Work:
     """Return what one device multiplies in a step, in idle ticks too."""
     train = layout.train.model_copy(update={"recompute": "none"})
     config = layout.config.model_copy(update={"train": train})
+    # What the policy repeats is the difference between it and no policy at all.
     kinds = _hardware_flops(replace(layout, config=config))
     again = sum(_hardware_flops(layout).values()) - sum(kinds.values())
     ends, attention = kinds["head"] + kinds["embedding"], kinds["attention_scores"]
@@ -163,7 +165,8 @@ def step_time(
         "memory": _memory_bytes(layout, held) / memory,
         "update": UPDATE_BYTES * held.main / 4 / memory,
     }
-    # What layers do in empty places and idle ticks is told apart.
+    # Padding layers and idle ticks run the same program, so they take their share of every term of
+    # layers. That share is moved to terms of its own, and the sum stays.
     of_layers = sum(terms[name] for name in OF_LAYERS)
     terms |= {name: share.model * terms[name] for name in OF_LAYERS}
     terms["empty places"] = share.empty * of_layers

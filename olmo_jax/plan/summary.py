@@ -9,21 +9,14 @@ from olmo_jax.arch.parameters import active_parameters, parameters, total_parame
 from olmo_jax.config import Config
 from olmo_jax.config.messages import listing
 from olmo_jax.config.records import OptimConfig
+from olmo_jax.formatting import amount
 from olmo_jax.mesh.axes import num_devices_wanted, resolve
 from olmo_jax.mesh.layout import Layout
 from olmo_jax.plan.flops import device_model_flops, hardware_flops
-from olmo_jax.plan.passes import num_ticks
+from olmo_jax.plan.pass_counts import num_ticks
 from olmo_jax.plan.slots import num_slots, peak_live, slot_bytes
 from olmo_jax.plan.state_memory import state_memory, whole_when_saved
-from olmo_jax.rules import with_mesh, without_effect
-
-
-def amount(number: int | float) -> str:
-    """Return "1.25 M": three digits and a power of a thousand."""
-    for size, name in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{name}"
-    return f"{number:g}"
+from olmo_jax.rules import advice, with_mesh, without_effect
 
 
 def summary(config: Config) -> str:
@@ -40,9 +33,12 @@ def summary(config: Config) -> str:
 
 
 def warnings(config: Config) -> list[str]:
-    """Return a text for each key, and each glob of optim.no_decay, that has no effect."""
+    """Return a text for each key, and each glob of optim.no_decay, that has no effect.
+
+    What a config does that its author hardly wants comes first.
+    """
     names = parameters(config.model)
-    return without_effect(config) + [
+    return [*advice(config), *without_effect(config)] + [
         f"optim.no_decay has {pattern!r}, which matches no parameter of this model, such as "
         f"{next(reversed(names))!r}; mend it or leave it out"
         for pattern in config.optim.no_decay
@@ -68,13 +64,13 @@ def facts(layout: Layout) -> Iterator[str]:
     if layout.sizes["pipeline"] > 1:
         yield from pipeline(layout)
     yield f"  run         {train.steps} steps = {amount(train.steps * tokens)} tokens"
-    needed, executed = (
+    model, hardware = (
         sum(part.total for part in count(layout).values())
         for count in (device_model_flops, hardware_flops)
     )
     yield (
-        f"  FLOPs       {amount(needed)} useful a step and device, {executed / needed:.2f} times "
-        "that executed by the CPU backends"
+        f"  FLOPs       {amount(model)} model FLOPs a step and device; hardware FLOPs of the CPU "
+        f"backends: {hardware / model:.2f} times that"
     )
     yield (
         "              (2mkn a product, twice that backward; allowed query-key pairs, top_k "

@@ -116,12 +116,6 @@ def pipeline_schedule(config: Config) -> Iterator[str]:
     parallel, ranks = config.parallel, config.mesh.pipeline
     if ranks == 1:
         return
-    if parallel.pipeline_schedule == "v":
-        yield (
-            "parallel.pipeline_schedule=v cannot be executed: its rows are units of time (a "
-            "forward takes 1, a backward 2), and a step runs ticks in which every rank does one "
-            "forward and one backward; use interleaved, 1f1b or gpipe"
-        )
     if parallel.pipeline_schedule == "1f1b" and parallel.pipeline_chunks > 1:
         yield (
             f"parallel.pipeline_chunks={parallel.pipeline_chunks} does not go with "

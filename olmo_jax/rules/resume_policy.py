@@ -1,10 +1,13 @@
 """Which keys may differ when a run goes on from a checkpoint, and why: from two configs alone."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
-from olmo_jax.config.messages import known_keys, show
+from olmo_jax.config.messages import known_keys, listing, show
 from olmo_jax.config.records import Config
+from olmo_jax.mesh.axes import DENSE_DATA_AXES
 
 Verdict = Literal["may", "never", "seed", "data", "content"]
 """`seed` and `data` may change with that flag; `content` may change, what it names may not."""
@@ -21,7 +24,7 @@ class Rule(NamedTuple):
 RULES: dict[str, Rule] = {
     "run_dir": Rule("may", "a folder may have been moved"),
     "seed": Rule("seed", "the data's order, forced routes and jitter are drawn from it"),
-    "mesh": Rule("may", "a checkpoint knows no mesh"),
+    "mesh": Rule("may", "a checkpoint knows no mesh; a balance scope may, and is said"),
     "parallel": Rule("may", "a checkpoint knows no method; capacity is no part of the model"),
     "model": Rule("never", "leaves have its shapes, or the weights were trained for what it does"),
     "optim": Rule("may", "rates and rules hold from the next step on"),
@@ -32,7 +35,10 @@ RULES: dict[str, Rule] = {
     "data.prefetch": Rule("may", "it changes how batches are read, and not their tokens"),
     "train.steps": Rule("may", "a run may get longer or shorter; a schedule may end with it"),
     "train.global_batch": Rule("may", "the data's position counts sequences, and not steps"),
-    "train.microbatch": Rule("may", "it divides a step, and is no part of its sum"),
+    "train.microbatch": Rule(
+        "may",
+        "it divides a step; only a balance scope over microbatches sums otherwise, and is said",
+    ),
     "train.sequence_length": Rule(
         "data", "rows are cut by it, and the data's position counts rows"
     ),
@@ -68,7 +74,7 @@ def rule_of(key: str) -> Rule:
     return next(RULES[name] for name in names if name in RULES)
 
 
-def keys() -> list[str]:
+def compared_keys() -> list[str]:
     """Return every dotted key that holds a value: what is compared, lists as a whole."""
     every = list(known_keys())
     return [key for key in every if not any(other.startswith(f"{key}.") for other in every)]
@@ -78,9 +84,46 @@ def changes(before: Mapping[str, Any], now: Config) -> list[Change]:
     """Return what differs from the config of a checkpoint; a key that it lacks had its default."""
     default, new = Config().model_dump(mode="json"), now.model_dump(mode="json")
     found = [
-        Change(key, _value(before, key, _value(default, key)), _value(new, key)) for key in keys()
+        Change(key, _value(before, key, _value(default, key)), _value(new, key))
+        for key in compared_keys()
     ]
     return [change for change in found if change.before != change.now]
+
+
+def other_balance(before: Mapping[str, Any], now: Config) -> Iterator[str]:
+    """Say that a balance loss over microbatches takes other tokens together than a checkpoint's.
+
+    With scope `instance` a row stands alone, however rows are divided.
+    """
+    model, new = now.model, now.model_dump(mode="json")
+    scope, routed = model.router.balance_scope, model.num_routed_layers > 0
+    if scope == "instance" or not routed or model.router.balance_weight == 0:
+        return
+    default = Config().model_dump(mode="json")
+    keys = _BALANCED_OVER[scope]
+    old = [_value(before, key, _value(default, key)) for key in keys]
+    own = [_value(new, key) for key in keys]
+    if _tokens_together(scope, old) != _tokens_together(scope, own):
+        words = [f"{key} {a} -> {b}" for key, a, b in zip(keys, old, own, strict=True) if a != b]
+        yield (
+            f"model.router.balance_scope={scope} counts experts over other tokens from here on, "
+            f"because of {listing(words, 'and')}: the balance loss is another one; "
+            "model.router.balance_scope=instance, in a new run, does not depend on it"
+        )
+
+
+_BALANCED_OVER = {
+    "microbatch": ("train.microbatch", "mesh.sequence"),
+    "global": ("train.microbatch", *(f"mesh.{axis}" for axis in DENSE_DATA_AXES)),
+}
+"""By scope of the balance loss, the keys that say which tokens are counted together."""
+
+
+def _tokens_together(scope: str, values: Sequence[int]) -> Fraction:
+    """Return the rows that are counted together: a rank of `sequence` has a part of each."""
+    microbatch, *sizes = values
+    ranks = math.prod(sizes)
+    return microbatch * (Fraction(1, ranks) if scope == "microbatch" else Fraction(ranks))
 
 
 def _value(tree: Any, key: str, default: Any = None) -> Any:

@@ -23,22 +23,15 @@ def counts_fit(config: Config) -> Iterator[str]:
         )
 
 
-def _length(count: int | None, fraction: float | None, horizon: int, default: float) -> int:
-    """Return a stretch of the schedule in its unit, as optim/schedule.py does."""
-    if count is not None:
-        return count
-    return round(horizon * (default if fraction is None else fraction))
-
-
 def _horizon(config: Config) -> tuple[int, str]:
     """Return where the schedule ends, and the words for it."""
     schedule, train = config.optim.schedule, config.train
-    if schedule.horizon is not None:
-        return schedule.horizon, f"optim.schedule.horizon={schedule.horizon}"
-    if schedule.unit == "steps":
-        return train.steps, f"train.steps={train.steps}"
     tokens = train.steps * train.global_batch * train.sequence_length
-    return tokens, f"the {tokens} tokens of train.steps={train.steps}"
+    end = schedule.end(total_steps=train.steps, total_tokens=tokens)
+    if schedule.horizon is not None:
+        return end, f"optim.schedule.horizon={end}"
+    steps = f"train.steps={train.steps}"
+    return end, steps if schedule.unit == "steps" else f"the {end} tokens of {steps}"
 
 
 def lengths_once(config: Config) -> Iterator[str]:
@@ -87,7 +80,7 @@ def schedule_parts(config: Config) -> Iterator[str]:
             "write optim.schedule.stages=[{duration: 100, end: 1.0}] for instance"
         )
     horizon, _ = _horizon(config)
-    warmup = _length(schedule.warmup, schedule.warmup_fraction, horizon, 0.0)
+    warmup = schedule.warmup_length(horizon)
     if schedule.kind == "inverse_sqrt" and warmup == 0:
         yield (
             "optim.schedule.kind=inverse_sqrt falls as sqrt(warmup / count), but its warm-up is 0; "
@@ -97,10 +90,10 @@ def schedule_parts(config: Config) -> Iterator[str]:
 
 def _stretches(schedule: ScheduleConfig, horizon: int) -> tuple[int, int]:
     """Return the lengths of warm-up and decay; linear and cosine decay for one unit at least."""
-    warmup = _length(schedule.warmup, schedule.warmup_fraction, horizon, 0.0)
+    warmup = schedule.warmup_length(horizon)
     if schedule.kind != "wsd":
         return warmup, 1
-    return warmup, _length(schedule.decay, schedule.decay_fraction, horizon, 0.1)
+    return warmup, schedule.decay_length(horizon)
 
 
 def schedule_fits(config: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Any
 from olmo_jax.arch.layers import window_of
 from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.rules.effects import IDLE
-from olmo_jax.rules.resume_policy import Change, keys
+from olmo_jax.rules.resume_policy import Change, compared_keys
 
 _TRAINS_ONLY = (
     "model.dtype",
@@ -46,7 +46,7 @@ def _what_counts(model: ModelConfig) -> dict[str, Any]:
     }
     counted = [
         key
-        for key in keys()
+        for key in compared_keys()
         if key.startswith("model.") and not key.startswith((*_TRAINS_ONLY, f"{_WINDOWS}."))
     ]
     values = {key: _value(default if key in idle else config, key) for key in counted}

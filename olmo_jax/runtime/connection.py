@@ -11,7 +11,7 @@ from jax._src import distributed
 
 from olmo_jax.errors import UserError
 from olmo_jax.runtime import environment
-from olmo_jax.runtime.processes import NUM_PROCESSES, Processes, exit_with_traceback
+from olmo_jax.runtime.processes import COORDINATOR, NUM_PROCESSES, Processes, exit_with_traceback
 from olmo_jax.runtime.stop_signal import keep_handlers
 
 PREFIX = "olmo_jax"
@@ -31,7 +31,9 @@ def connect(processes: Processes) -> None:
     # From here an exception must not end in the interpreter's own, orderly exit.
     sys.excepthook = exit_with_traceback
     deadline = time.monotonic() + processes.connect_timeout_s
-    if processes.index > 0:
+    if processes.index == 0:
+        _refuse_taken_port(processes.coordinator)
+    else:
         _wait_for_coordinator(processes, deadline)
     with keep_handlers():
         _initialize(processes, deadline)
@@ -52,6 +54,28 @@ def client() -> Any:
     if found is None:
         raise RuntimeError("connect() must run before this process talks to others")
     return found
+
+
+def _refuse_taken_port(coordinator: str) -> None:
+    """Look whether process 0 can listen: two gRPC servers of one user would share a port.
+
+    Raises: UserError if it cannot.
+    """
+    host, _, port = coordinator.rpartition(":")
+    family = socket.AF_INET if host in LOOPBACK or not socket.has_ipv6 else socket.AF_INET6
+    address = host if host in LOOPBACK else ""
+    with socket.socket(family) as probe:
+        # As gRPC does: connections of an earlier job that are still closing do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, int(port)))
+        except OSError as error:
+            raise UserError(
+                f"process 0 cannot listen on port {port} ({error.strerror}): {COORDINATOR}="
+                f"{coordinator} is where the others reach it; end what listens there (ss -ltnp "
+                f"'sport = :{port}' shows it), or set {COORDINATOR} to a free port, the same for "
+                "all; launch local takes another one each time, so start it again"
+            ) from None
 
 
 def _wait_for_coordinator(processes: Processes, deadline: float) -> None:

@@ -5,7 +5,16 @@ import os
 import sys
 from pathlib import Path
 
+from olmo_jax.config.records import Platform
 from olmo_jax.errors import UserError
+from olmo_jax.runtime.platform import (
+    JAX_PLATFORMS,
+    has_gpu,
+    has_gpu_plugin,
+    listed,
+    num_visible_gpus,
+    runs_on_gpu,
+)
 from olmo_jax.runtime.processes import Processes
 
 # XLA:CPU aborts the process when a device reaches a collective this much later than the first one.
@@ -16,9 +25,6 @@ COLLECTIVE_TIMEOUT_FLAGS = (
 )
 
 
-# The driver's own listing: one folder a card. In a container without a card it is absent.
-GPUS = Path("/proc/driver/nvidia/gpus")
-
 # Those that gRPC looks at.
 NO_PROXY = "no_grpc_proxy"
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -27,16 +33,20 @@ DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
 def prepare(
-    num_cpu_devices: int, processes: Processes | None = None, *, deterministic: bool = False
+    num_cpu_devices: int,
+    processes: Processes | None = None,
+    *,
+    deterministic: bool = False,
+    platform: Platform | None = None,
 ) -> tuple[str, ...]:
     """Set what jax will read, and return what the user should be told about it.
 
-    Without a usable GPU, `num_cpu_devices` CPU devices are emulated, in equal parts by the
-    processes of the job. The user's own JAX_PLATFORMS, JAX_COMPILATION_CACHE_DIR and XLA_FLAGS are
-    kept.
+    Without a usable GPU, or if `platform` says so, `num_cpu_devices` CPU devices are emulated, in
+    equal parts by the processes of the job. The user's own JAX_PLATFORMS, JAX_COMPILATION_CACHE_DIR
+    and XLA_FLAGS are kept. `platform` is mesh.platform; None takes what is there.
 
     Raises: RuntimeError if jax has been imported already, since it would not look again; UserError
-    if the devices do not divide over the processes.
+    if the devices do not divide over the processes, or are not there (`runs_on_gpu`).
     """
     if "jax" in sys.modules:
         raise RuntimeError("prepare() must run before jax is imported")
@@ -44,15 +54,20 @@ def prepare(
     processes = processes or Processes()
     if processes.several:
         _keep_from_proxies(processes.coordinator.rpartition(":")[0])
-    if runs_on_gpu():
+    on_gpu, given = runs_on_gpu(platform), listed()
+    if given:
+        # jax takes "gpu" for two platforms, and asks for both.
+        os.environ[JAX_PLATFORMS] = ",".join(given)
+    if on_gpu:
         if deterministic:
             _add_flags(DETERMINISTIC_FLAG)
         return ()
     here = cpu_devices_here(num_cpu_devices, processes)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # One that is empty says nothing.
+    os.environ[JAX_PLATFORMS] = os.environ.get(JAX_PLATFORMS) or "cpu"
     _add_flags(f"--xla_force_host_platform_device_count={here}", replace=True)
     _add_flags(*COLLECTIVE_TIMEOUT_FLAGS)
-    return _missing_plugin()
+    return () if platform == "cpu" else _missing_plugin()
 
 
 def prepare_compiler() -> None:
@@ -110,14 +125,6 @@ def local_devices(processes: Processes) -> list[int] | None:
     return list(range(processes.local_index * size, (processes.local_index + 1) * size))
 
 
-def num_visible_gpus() -> int:
-    """Return how many GPUs CUDA will show to this process."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return len([name for name in listed.split(",") if name.strip()])
-    return len(list(GPUS.glob("*")))
-
-
 def _keep_from_proxies(host: str) -> None:
     """Let gRPC reach the coordinator itself where the shell has a proxy for the web."""
     if any(os.environ.get(name) for name in PROXIES):
@@ -125,24 +132,8 @@ def _keep_from_proxies(host: str) -> None:
         os.environ[NO_PROXY] = f"{known},{host}" if known else host
 
 
-def runs_on_gpu() -> bool:
-    """Say whether jax will use a GPU: as JAX_PLATFORMS says, or if there is one that it can use."""
-    platforms = os.environ.get("JAX_PLATFORMS")
-    if platforms:
-        return platforms.split(",")[0] != "cpu"
-    return _has_gpu() and _has_gpu_plugin()
-
-
-def _has_gpu() -> bool:
-    return any(GPUS.glob("*"))
-
-
-def _has_gpu_plugin() -> bool:
-    return any(importlib.util.find_spec(f"jax_cuda{cuda}_plugin") for cuda in (12, 13))
-
-
 def _missing_plugin() -> tuple[str, ...]:
-    if os.environ.get("JAX_PLATFORMS") == "cpu" and _has_gpu() and not _has_gpu_plugin():
+    if os.environ.get(JAX_PLATFORMS) == "cpu" and has_gpu() and not has_gpu_plugin():
         return (
             "this machine has an NVIDIA GPU, but jax has no CUDA plugin here, so CPU devices are "
             "emulated; to use the GPU: pip install 'olmo_jax[cuda13]' (Python >= 3.12)",

@@ -1,5 +1,6 @@
 """What the first process of a job decides or writes for all of them."""
 
+import time
 from collections.abc import Callable
 
 import jax
@@ -8,6 +9,7 @@ from jax.errors import JaxRuntimeError
 from olmo_jax.errors import UserError
 from olmo_jax.runtime.connection import PREFIX, client, is_connected
 
+UNTIL_IT_ENDS_S = 5.0
 DONE, FAILED = "done", "failed"
 
 
@@ -46,5 +48,7 @@ def _told(name: str, key: str, timeout_s: float) -> str:
             f"({str(error).partition(chr(10))[0]}); look into its log"
         ) from None
     if text == FAILED:
+        # Its end ends this process too: what the user reads last is its message.
+        time.sleep(UNTIL_IT_ENDS_S)
         raise UserError(f"process 0 failed in '{name}'; its own message says what to do")
     return text.removeprefix(DONE)

@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
@@ -169,8 +170,10 @@ def exit_process(code: int) -> NoReturn:
     An interpreter that ends normally waits for the other processes (up to 5 minutes), which wait
     for this one, and it aborts on a thread that is inside XLA's compiler.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # Its reader may have gone.
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

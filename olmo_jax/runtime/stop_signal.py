@@ -1,13 +1,15 @@
-"""Ctrl-C and SIGTERM as a flag that the training loop looks at."""
+"""Ctrl-C, SIGTERM and SIGHUP as a flag that the training loop looks at."""
 
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# nohup starts a command with SIGHUP ignored, a shell's `&` with SIGINT: they stay ignored.
+MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
 STOPPED_EXIT_CODE = "OLMO_JAX_STOPPED_EXIT_CODE"
 # 128 + SIGTERM, as of any process that a signal has ended.
 TERMINATED = 143
@@ -15,30 +17,40 @@ TERMINATED = 143
 _received: list[int] = []
 
 
-def end_on_sigterm() -> None:
-    """Let SIGTERM end this process, until a StopSignal is open, also if it is process 1.
+def heard() -> tuple[int, ...]:
+    """Return the signals that stop a run: those that were not ignored when it was started."""
+    return tuple(
+        number
+        for number in NUMBERS
+        if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
+    )
+
+
+def end_when_told() -> None:
+    """Let SIGTERM and SIGHUP end this process until a StopSignal is open, also if it is process 1.
 
     Linux keeps from process 1, as in a container, what would end it by default: without a handler
     the signal is lost. Any other process keeps the default, which ends it in the midst of a call.
     """
     if os.getpid() == 1:
-        signal.signal(signal.SIGTERM, _end)
+        for number in set(heard()) - {signal.SIGINT}:
+            signal.signal(number, _end)
 
 
-def _end(_: int, __: FrameType | None) -> None:
+def _end(number: int, _: FrameType | None) -> None:
     # At once, as the signal itself would: an orderly exit waits for the other processes.
-    os._exit(TERMINATED)
+    os._exit(128 + number)
 
 
 class StopSignal:
-    """While open, the first SIGINT or SIGTERM sets `requested`; a second SIGINT interrupts."""
+    """While open, the first signal that is heard sets `requested`; a second SIGINT interrupts."""
 
     def __init__(self) -> None:
         self.requested = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
-        self._previous = {number: signal.signal(number, self._receive) for number in NUMBERS}
+        self._previous = {number: signal.signal(number, self._receive) for number in heard()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,7 +63,9 @@ class StopSignal:
         self.requested = True
         _received.append(number)
         # Not print: a handler may run in the middle of another write to the same stream.
-        os.write(2, b"\nstopping after the step that is running; Ctrl-C again aborts\n")
+        # After a hangup there is no terminal to write to.
+        with suppress(OSError):
+            os.write(2, b"\nstopping after the step that is running; Ctrl-C again aborts\n")
 
 
 def exit_code() -> int:

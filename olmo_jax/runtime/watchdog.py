@@ -231,9 +231,18 @@ def verdict(first: Mapping[int, Progress], then: Mapping[int, Progress], *, num_
     In this order: ranks that never came, ranks whose process does not run, ranks that have passed
     fewer events, ranks that do not wait for their devices while others do.
     """
+    # A collective waits for its last rank, so when one rank hangs all of them stop. Each test names
+    # the ranks that the others wait for, and is only sure if the tests before it found none.
+    #
+    #     rank    events  ticks, twice   waits for devices
+    #     0       41      7, 9           yes
+    #     1       41      7, 7           -        frozen: even its publishing thread has stopped
+    #     2       40      7, 9           yes      behind: the others have passed an event more
+    #     3       41      7, 9           no       busy: in Python, and the others in a collective
     absent = [rank for rank in range(num_ranks) if rank not in then]
     if absent:
         return f"{_ranks(absent)} never came as far as training"
+    # A rank that gave up may have ended between the two looks: no ticks more, and not frozen.
     frozen = [
         rank
         for rank, progress in then.items()

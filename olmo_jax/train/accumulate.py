@@ -1,6 +1,6 @@
 """Gradients of one optimizer step on one device: FP32 sums over its microbatches, added in place.
 
-The loop is the same for every method. What a device keeps of a weight, and so what moves inside
+The loop is the same for every method. What a device stores of a weight, and so what moves inside
 the loop, follows from the specs: see `mesh/specs.py`.
 """
 
@@ -26,12 +26,12 @@ from olmo_jax.parallel.unshard import WeightShard, zeros
 from olmo_jax.train.state import compute_dtype
 
 MICROBATCHES = "microbatches"
-"""The named scope of the loop over microbatches."""
+"""The named scope of the loop over microbatches; how a reader of programs finds the loop."""
 
 
 @dataclass(frozen=True)
 class Resident:
-    """What a device keeps of the weights through a step: `shards`, the body's by period.
+    """What a device stores of the weights through a step: `shards`, the body's by period.
 
     Under a pipeline they are [chunks, periods, layers of a period, ...].
     """
@@ -103,11 +103,13 @@ def accumulate(
 ) -> tuple[Params, LossSums]:
     """Return this device's FP32 gradients, laid out as its shards, and its sums.
 
-    A layer's gradient is added to its place in the accumulator while the backward pass runs through
+    A layer's gradient is added to its slice of the accumulator while the backward pass runs through
     the layers: no second tree of gradients exists.
     """
     config = resident.layout.config
     expert_bias = by_period(config.model, expert_bias)
+    # The gradients live in refs, which the loop adds to. As the carry of a scan they would exist
+    # twice: the sum so far, and a microbatch's own tree, which is added when it is whole.
     totals = {name: jax.new_ref(zero) for name, zero in resident.zeros().items()}
     weights = resident.weights()
 
@@ -119,10 +121,14 @@ def accumulate(
         return total(config, divide(sums, divisors)), sums
 
     def microbatch(_: None, rows: Batch) -> tuple[None, LossSums]:
+        # The accumulators are zeros and nobody reads them: autodiff only needs an input whose
+        # cotangent is the FP32 gradient of each weight (`parallel.ddp.attach`).
         backward: Any
         loss, backward, sums = jax.vjp(
             partial(share, weights, rows), resident.zeros(), has_aux=True
         )
+        # The backward pass of each layer adds to its slice of a ref. The loss differs from device
+        # to device, so its cotangent has to vary over all axes too.
         backward.with_refs(totals)(vary_over(jnp.ones_like(loss), AXES))
         return None, sums
 

@@ -20,7 +20,7 @@ from olmo_jax.config import Config
 from olmo_jax.data.corpus import Corpus, corpus_of, open_corpus
 from olmo_jax.data.token_manifest import shard_fingerprint
 from olmo_jax.errors import UserError
-from olmo_jax.train import resume
+from olmo_jax.train import resume_checks
 from olmo_jax.train.metrics import Evaluation, evaluation_of
 from olmo_jax.train.program import Program, build_here
 from olmo_jax.train.state import State
@@ -43,7 +43,7 @@ def evaluate(
     saved = read_saved(run_dir)
     refuse_other_tokenizer_file(saved)
     corpus = corpus_of(config)
-    refuse_other_tokenizer(saved, resume.facts_of(corpus))
+    refuse_other_tokenizer(saved, resume_checks.facts_of(corpus))
     program = build_here(config)
     like = program.abstract_stored()
     check_weights(saved, like.main | like.expert_bias, program.config)
@@ -98,7 +98,7 @@ def trained_shards(saved: Saved) -> set[str] | None:
         )
     except (UserError, ValidationError, OSError):
         return None
-    same = resume.facts_of(corpus)["data"] == saved.facts.get("data")
+    same = resume_checks.facts_of(corpus)["data"] == saved.facts.get("data")
     return shards_of(corpus) if same else None
 
 
@@ -123,7 +123,7 @@ def restored(program: Program, run_dir: Path, step: int) -> State:
     return State(
         weights=program.rebuild(main),
         main=main,
-        moments={},
+        opt_state=(),
         expert_bias={name: found[name] for name in like.expert_bias},
         history={},
         step=jnp.zeros((), jnp.int32),

@@ -20,6 +20,7 @@ from olmo_jax.optim.schedule import learning_rate
 from olmo_jax.runtime.garbage import Garbage
 from olmo_jax.runtime.stop_signal import StopSignal
 from olmo_jax.runtime.watchdog import Watchdog
+from olmo_jax.train.horizon import totals
 from olmo_jax.train.metrics import Line, MetricsFile, evaluation_of, line_of
 from olmo_jax.train.program import Program
 from olmo_jax.train.progress import StepProgress
@@ -48,10 +49,9 @@ def upcoming(
 ) -> Iterator[Upcoming]:
     """Yield every step after `done`, with these rows of its batch and its learning rate."""
     train = config.train
-    # All positions are real: the rows of the training data are cut whole.
+    # No position is padding: every row of the training data is full.
     step_tokens = train.global_batch * train.sequence_length
-    total_tokens = done.tokens + (train.steps - done.step) * step_tokens
-    rate = partial(learning_rate, config.optim, total_steps=train.steps, total_tokens=total_tokens)
+    rate = partial(learning_rate, config.optim, **totals(train, done))
     batches = corpus.batches(done.sequences, train.global_batch, rows)
     for number, batch in zip(range(1, train.steps - done.step + 1), batches, strict=False):
         position = Position(
@@ -221,6 +221,11 @@ def run_steps(
     and the ends of a trace wait for their step: none is charged for the other, and a checkpoint
     never is ahead of the metrics.
     """
+    #     host       dispatch 1  dispatch 2  read 1  dispatch 3  read 2  ...
+    #     devices    [ step 1           ][ step 2            ][ step 3
+    #
+    # A step is read when the next one is queued already, so the devices have work while the host
+    # waits for numbers, writes them and puts the next batch.
     recorder, saver, trace, stop = session.recorder, session.saver, session.trace, session.stop
     pending, told = None, False
     for position, batch, lr in steps:
@@ -230,6 +235,7 @@ def run_steps(
             pending = None
             trace.start()
             recorder.restart_clock()
+        # The state is donated: after this only the new one exists.
         state, values = program.step(state, program.put(batch), lr, stop.requested)
         told |= session.finish(pending)
         pending = Pending(position, lr, values)
@@ -237,6 +243,8 @@ def run_steps(
         alone_and_asked = stop.requested and jax.process_count() == 1
         evaluating = held_out and evaluation_due(program.config, step) and not alone_and_asked
         saving, traced = saver.due(step), trace.ends_with(step)
+        # Here the order is not overlapped: what follows needs the state of this step, and its lines
+        # in the metrics file.
         if evaluating or saving or traced:
             evaluation = partial(evaluate, program, state, held_out, session)
             told |= session.finish(pending, evaluation if evaluating else None)

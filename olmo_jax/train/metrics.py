@@ -175,6 +175,13 @@ def truncate(path: Path, step: int) -> Truncated:
     """
     if not path.exists():
         return Truncated(0, 0, gaps((), step))
+    # A checkpoint of step 4, and a run that was killed in step 7:
+    #
+    #     {"step": 1} ... {"step": 4}     stay
+    #     {"step": 5} {"step": 6}         go: the run takes these steps again
+    #     {"step": 7, "lo                 goes: no JSON
+    #
+    # Of two lines of one step the last stays.
     content = path.read_bytes()
     lines = [(text, _step_of(text)) for text in content.split(b"\n") if text]
     kept = {found: text for text, found in lines if found is not None and found <= step}

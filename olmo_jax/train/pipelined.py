@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from olmo_jax.arch.labels import IGNORED
 from olmo_jax.arch.layers import PADDING_LAYER, StageLayout
 from olmo_jax.config.records import Config
-from olmo_jax.data.batch import IGNORED, Batch
+from olmo_jax.data.batch import Batch
 from olmo_jax.mesh.axes import AXES
 from olmo_jax.mesh.layout import Layout
 from olmo_jax.model.execution import Execution
@@ -146,7 +147,7 @@ class _Model:
         )
 
     def _params(self, accumulators: Params) -> dict[str, Any]:
-        """Return what the units read of one part of the model, the one that `accumulators` are of."""
+        """Return what the units read of the part of the model that `accumulators` belong to."""
         weights = {name: self.weights[name] for name in accumulators}
         return {**self.resident.pair(weights, accumulators), **self.expert_bias}
 
@@ -186,6 +187,7 @@ class _Model:
             stored, sums = unit(self._params(accumulators), "body"), []
             for member, like in enumerate(groups.body[: groups.period]):
                 take = _take(chunk, index, member)
+                # A padding layer runs as layer 0, on zeros for weights; its result is not used.
                 number = jnp.maximum(numbers[member], 0)
                 y, layer_sums = forward.block(stored, x, number, like=like, take=take, scanned=True)
                 if not is_full:
@@ -212,6 +214,7 @@ class _Model:
         stages = _stages(self.resident.layout)
 
         def in_order(own: Array) -> Array:
+            # The layers of other ranks stay zero, so the sum over all ranks has each layer once.
             everywhere = jnp.zeros((*stages.shape, *own.shape[2:]), own.dtype)
             everywhere = vary_over(everywhere, AXES)
             everywhere = lax.dynamic_update_slice_in_dim(
@@ -237,6 +240,8 @@ def _take(chunk: Int32[Array, ""], index: Int32[Array, ""], member: int) -> Take
     """Return what takes one layer: of all weights where they lie, of accumulators in its period."""
 
     def one(leaf: Any) -> Any:
+        # The weights of all chunks are loop-invariant, so no copy of them is a residual. The
+        # accumulator is an input of the scan: its cotangent is added layer by layer.
         if not isinstance(leaf, WeightShard):
             return pick(leaf, chunk, index, member)
         weight = pick(leaf.weight, chunk, index, member)

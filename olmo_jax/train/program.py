@@ -20,9 +20,11 @@ from olmo_jax.mesh.devices import build_mesh
 from olmo_jax.mesh.layout import Layout
 from olmo_jax.mesh.specs import BATCH, DEVICES, REPLICATED, ROWS, Spec, axes_of_entry
 from olmo_jax.model.transformer import check_description
+from olmo_jax.optim.opt_state import map_parts
 from olmo_jax.parallel.pipeline.stage_exchange import to_layers, to_stages
 from olmo_jax.parallel.pipeline.transfers import AXIS
 from olmo_jax.rules import with_mesh
+from olmo_jax.runtime.backend import num_devices
 from olmo_jax.train.state import (
     State,
     first_state,
@@ -47,9 +49,9 @@ def _put(value: np.ndarray, sharding: NamedSharding) -> Array:
 
 
 def _map_parameters(state: State, change: Callable[[Any], Any]) -> State:
-    """Return the state with `change` of main weights and moments, by name, and no other weights."""
-    moments = {role: change(state.moments[role]) for role in ("mu", "nu")}
-    return state._replace(weights={}, main=change(state.main), moments={**state.moments, **moments})
+    """Return the state with `change` of what has the parameters' names, without compute weights."""
+    opt_state = map_parts(state.opt_state, state.main.keys(), change)
+    return state._replace(weights={}, main=change(state.main), opt_state=opt_state)
 
 
 @cache
@@ -62,6 +64,7 @@ def _jitted_restack(
     layers: Spec,
 ) -> Any:
     """Return the jitted way of a body's leaf between a state and a checkpoint."""
+    # As layers, `pipeline` divides the dim that `layers_spec` found for it, or none.
     taken = [dim for dim, entry in enumerate(layers) if AXIS in axes_of_entry(entry)]
     dim = taken[0] if taken else None
     specs = partition((staged, layers) if way is to_layers else (layers, staged))
@@ -163,8 +166,8 @@ class Program:
         """Return the rows of a microbatch that this process's devices hold, ascending."""
         num_rows = self.config.train.microbatch * self.layout.num_data_ranks
         sharding = NamedSharding(self.mesh, partition(ROWS))
-        places = sharding.addressable_devices_indices_map((1, num_rows)).values()
-        return sorted({i for place in places if place for i in range(num_rows)[place[1]]})
+        held = sharding.addressable_devices_indices_map((1, num_rows)).values()
+        return sorted({i for index in held if index for i in range(num_rows)[index[1]]})
 
     @property
     def rows(self) -> list[int]:
@@ -183,15 +186,17 @@ class Program:
 
         def put(value: Any, sharding: Any) -> Array:
             value = np.asarray(value)
-            cut = value.reshape(-1, len(own), *value.shape[1:])
+            split = value.reshape(-1, len(own), *value.shape[1:])
 
             def part(index: Any) -> np.ndarray:
+                # A device asks for rows of the global microbatch; this process has read `own` of
+                # them. With own rows 4 to 7, rows 6:8 of a device are 2:4 of what was read.
                 microbatches, rows, *positions = index
                 held = range(per_microbatch)[rows]
                 begin = own.index(held[0])
-                return cut[(microbatches, slice(begin, begin + len(held)), *positions)]
+                return split[(microbatches, slice(begin, begin + len(held)), *positions)]
 
-            shape = (len(cut), per_microbatch, *value.shape[1:])
+            shape = (len(split), per_microbatch, *value.shape[1:])
             return jax.make_array_from_callback(shape, sharding, part)
 
         return Batch(*map(put, batch, shardings(self.mesh, BATCH_SPECS)))
@@ -243,8 +248,8 @@ class Program:
     ) -> tuple[State, Metrics]:
         """Dispatch one step; `state` is given away. `lr` is this step's learning rate."""
         given = np.array(lr, np.float32), np.full(self.mesh.size, int(stop), np.int32)
-        places = shardings(self.mesh, (REPLICATED, DEVICES))
-        return self.compiled(state, batch, *map(_put, given, places))
+        targets = shardings(self.mesh, (REPLICATED, DEVICES))
+        return self.compiled(state, batch, *map(_put, given, targets))
 
     @cached_property
     def _evaluation(self) -> Any:
@@ -282,5 +287,5 @@ def build_here(config: Config) -> Program:
 
     Raises: UserError if the mesh does not fit the devices, or the config the mesh.
     """
-    mesh = build_mesh(resolve(config.mesh, jax.device_count()))
+    mesh = build_mesh(resolve(config.mesh, num_devices()))
     return build(with_mesh(config, mesh.shape), mesh)

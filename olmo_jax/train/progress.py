@@ -1,37 +1,25 @@
 """What a user sees while a run goes on: a live bar on a terminal, plain lines elsewhere."""
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from olmo_jax.formatting import duration
+from olmo_jax.runtime.streams import Unfailing
 from olmo_jax.train.metrics import Line
 
 NUM_PLAIN_LINES = 20
 
 
-class QuietWhenUnread(Console):
-    """A console that falls silent when its reader, such as `head`, has gone; rich would exit."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-
-
 def open_console() -> Console:
     """Return the console of a command: a run outlives whoever reads its output."""
-    return QuietWhenUnread()
-
-
-def duration(seconds: float) -> str:
-    """Return "1 h 02 min", "3 min 05 s" or "12 s"."""
-    whole = max(round(seconds), 0)
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
+    return Console(file=cast(IO[str], Unfailing(sys.stdout)))
 
 
 def say(console: Console, text: str) -> None:

@@ -12,13 +12,11 @@ from pathlib import Path
 from olmo_jax.config import Config
 from olmo_jax.config_file import load, to_yaml
 from olmo_jax.errors import UserError
+from olmo_jax.file_names import CHECKPOINTS, CONFIG, TOKENIZER
 
-CONFIG = "config.yaml"
 DEVICES = "devices.txt"
 METRICS = "metrics.jsonl"
 REPORT = "report.png"
-TOKENIZER = "tokenizer.json"
-CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 
 
@@ -79,7 +77,9 @@ def create(config: Config, device_table: str, tokenizer: Path | None) -> Path:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Put a file in another's place: whoever is killed meanwhile leaves one of the two, whole."""
+    """Replace a file atomically: a process that is killed leaves the old or the new one, whole."""
+    # Written aside and renamed: a rename is atomic, and fsync comes before it, so that the name
+    # never stands for a file whose content is not on the disk.
     new = path.with_name(f".{path.name}.new")
     try:
         # Left by a kill, or a link of somebody's: nothing is written through it.
@@ -128,6 +128,13 @@ class Lock:
 
     def _taken(self) -> int | None:
         """Return the file that is held; None if it was removed by its last holder meanwhile."""
+        # The holder removes the file when it ends. Without `_is_there` two could hold the folder:
+        #
+        #     A   holds the lock                  unlink, close
+        #     B                      open                        flock: a file that has no name
+        #     C                                           open, flock: a new file of that name
+        #
+        # B compares its file with what has the name now, lets go, and opens that one.
         try:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
@@ -192,6 +199,7 @@ class Lock:
         """Free the lock, if it is held; another run's lock in its place stays."""
         if self._file is None:
             return
+        # The name goes before the lock: who opens the file after this makes a new one.
         with suppress(OSError):
             if self._is_there(self._file):
                 self._path.unlink()

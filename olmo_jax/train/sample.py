@@ -26,8 +26,8 @@ NextLogits = Callable[[np.ndarray, int], np.ndarray]
 def sample(run_dir: Path, text: str, *, num_tokens: int, temperature: float, seed: int) -> str:
     """Return `text` and how the run's model goes on; it ends early at the end of a document.
 
-    Temperature 0 takes the likeliest token. What is longer than a training sequence is cut on the
-    left.
+    Temperature 0 takes the likeliest token. What is longer than a training sequence is truncated on
+    the left.
 
     Raises: UserError if the run has no weights or no tokenizer, or if its config.yaml or
         tokenizer.json is not that of its weights.
@@ -107,6 +107,8 @@ def extend(
     ids = list(prompt)
     for _ in range(num_tokens):
         seen = ids[-length:]
+        # Always `length` tokens, so that one program serves all: what stands behind the position
+        # that is read is not seen from there.
         tokens = np.full(length, eos_id, np.int32)
         tokens[: len(seen)] = seen
         chosen = choose(next_logits(tokens, len(seen) - 1))
@@ -120,5 +122,9 @@ def pick(logits: np.ndarray, *, temperature: float, generator: np.random.Generat
     """Return a token drawn from softmax(logits / temperature), the likeliest one at 0."""
     if temperature == 0:
         return int(np.argmax(logits))
+    # Below the largest, so that a small temperature sends all others to -inf and not itself to inf.
+    scores = logits.astype(np.float64) - np.max(logits)
+    with np.errstate(over="ignore"):
+        scores /= temperature
     # The largest of scores with Gumbel noise is a draw from their softmax.
-    return int(np.argmax(logits / temperature + generator.gumbel(size=logits.shape)))
+    return int(np.argmax(scores + generator.gumbel(size=logits.shape)))

@@ -31,9 +31,10 @@ from olmo_jax.model.rematerialize import save_only
 from olmo_jax.model.transformer import Params, routed_rows
 from olmo_jax.ops.attention import attention
 from olmo_jax.ops.varying import vary_everywhere, vary_over
-from olmo_jax.optim import adamw, skip
+from olmo_jax.optim import skip
 from olmo_jax.optim.clip import clip_coefficient
 from olmo_jax.optim.decay import decay_mask
+from olmo_jax.optim.optimizer import optimizer, update
 from olmo_jax.parallel import context, expert
 from olmo_jax.parallel.distributed_optimizer import gather_to_resident, global_norm, reduce_to_main
 from olmo_jax.parallel.reductions import max_everywhere, sum_everywhere, sum_over
@@ -96,13 +97,15 @@ def _execution(layout: Layout, *, training: bool) -> Execution:
 
 
 def _divisors(batch: Batch) -> tuple[Divisors, Int32[Array, ""]]:
-    """Count the global batch once: the only divisors of the step, and its real tokens."""
+    """Count the global batch once: the only divisors of the step, and its tokens."""
+    # Of the whole batch, and before its loss: a mean of the devices' means would give a token more
+    # weight where a device, or a microbatch, has few.
     numbers = sum_everywhere(count(batch))
     floats = (jnp.maximum(number, 1).astype(jnp.float32) for number in numbers)
     return Divisors(*floats), numbers[1]
 
 
-def _router_metrics(config: Config, router: RouterSums | None, real_tokens: Array) -> Metrics:
+def _router_metrics(config: Config, router: RouterSums | None, num_tokens: Array) -> Metrics:
     if router is None:
         return dict.fromkeys(
             ("balance_loss", "router_z_loss", "drop_rate", "max_load"), jnp.zeros(())
@@ -110,8 +113,8 @@ def _router_metrics(config: Config, router: RouterSums | None, real_tokens: Arra
     counts = router.counts.astype(jnp.float32)
     routes = jnp.maximum(counts.sum(axis=-1), 1)
     metrics = {
-        "balance_loss": router.balance.mean() / real_tokens,
-        "router_z_loss": router.z.mean() / real_tokens,
+        "balance_loss": router.balance.mean() / num_tokens,
+        "router_z_loss": router.z.mean() / num_tokens,
         "drop_rate": router.dropped.astype(jnp.float32).sum() / routes.sum(),
         "max_load": (counts.max(axis=-1) * counts.shape[-1] / routes).max(),
     }
@@ -145,10 +148,10 @@ def train_step(
     """Take one optimizer step on this device's part; runs inside `shard_map`.
 
     A step whose loss or gradient norm is not finite changes nothing but the step count; one that
-    the skip rule refuses keeps weights and moments.
+    the skip rule refuses keeps weights and the optimizer's state.
     """
     config, specs = layout.config, layout.specs
-    divisors, real = _divisors(batch)
+    divisors, num_tokens = _divisors(batch)
     execution = _execution(layout, training=True)
     over_microbatches = accumulate if layout.stages is None else pipelined.accumulate
     gradients, sums = over_microbatches(
@@ -159,6 +162,8 @@ def train_step(
         vary_everywhere(divisors),
         vary_everywhere(state.step),
     )
+    # Once a step, after all microbatches. From here each device has the FP32 shard that it updates,
+    # and `global_norm` counts each element once.
     gradients = {name: reduce_to_main(leaf, specs[name]) for name, leaf in gradients.items()}
     norm = global_norm(gradients, specs)
     sums = sum_everywhere(sums)
@@ -169,19 +174,21 @@ def train_step(
     flags = max_everywhere(_flags(stop, [gradients[name] for name in layout.parameters]))
     scale = clip_coefficient(norm, config.optim.max_grad_norm)
     gradients = {name: leaf * scale for name, leaf in gradients.items()}
-    updated = adamw.update(
+    updated = update(
+        optimizer(config.optim),
         gradients,
-        state.moments,
+        state.opt_state,
         state.main,
         lr=lr,
-        optim=config.optim,
+        weight_decay=config.optim.weight_decay,
         decay=decay_mask(layout.parameters, config.optim.no_decay),
     )
-    main, moments = skip.keep(take, updated, (state.main, state.moments))
+    # Computed in any case and selected after: a conditional would have the host wait for `take`.
+    main, opt_state = skip.keep(take, updated, (state.main, state.opt_state))
     new = State(
         weights=_weights_after(layout, main),
         main=main,
-        moments=moments,
+        opt_state=opt_state,
         expert_bias=_move_expert_bias(config, state.expert_bias, sums.router, good),
         history=history,
         step=state.step + 1,
@@ -191,10 +198,10 @@ def train_step(
         "z_loss": parts.z,
         "grad_norm": norm,
         "skipped": 1 - take.astype(jnp.int32),
-        "tokens": real,
+        "tokens": num_tokens,
         "stop": flags[0],
         "bad_leaves": flags[1:],
-        **_router_metrics(config, sums.router, divisors.real_tokens),
+        **_router_metrics(config, sums.router, divisors.tokens),
     }
     return new, metrics
 

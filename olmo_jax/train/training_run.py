@@ -25,20 +25,21 @@ from olmo_jax.config import Config
 from olmo_jax.config.messages import listing
 from olmo_jax.data.batch import Batch
 from olmo_jax.data.corpus import Corpus, corpus_of
+from olmo_jax.formatting import duration
 from olmo_jax.mesh.devices import device_table, expert_group_warning
+from olmo_jax.optim.opt_state import map_parts
 from olmo_jax.runtime.barrier import barrier
 from olmo_jax.runtime.first_process import from_first, is_first
 from olmo_jax.runtime.garbage import Garbage
 from olmo_jax.runtime.stop_signal import StopSignal
 from olmo_jax.runtime.watchdog import Watchdog
-from olmo_jax.train import resume, run_folder
+from olmo_jax.train import horizon, resume_checks, run_folder
 from olmo_jax.train.curves import draw
 from olmo_jax.train.loop import CheckpointSaver, Recorder, Session, run_steps, upcoming
 from olmo_jax.train.metrics import Line, MetricsFile, read, truncate
 from olmo_jax.train.program import Program, build_here
 from olmo_jax.train.progress import (
     StepProgress,
-    duration,
     in_background,
     open_console,
     say,
@@ -53,13 +54,19 @@ START = Position(step=0, sequences=0, tokens=0)
 
 @dataclass(frozen=True)
 class Run:
-    """A run before its next step: what it computes, what it reads, where it stands."""
+    """A run before its next step: what it computes, reads and writes, and where it stands.
 
+    `begun` is the horizon of its schedule when it began.
+    """
+
+    console: Console
+    checkpoints: Checkpoints
     program: Program
     corpus: Corpus
     held_out: Sequence[Batch]
     facts: dict[str, str]
     position: Position
+    begun: horizon.Horizon
 
     @property
     def config(self) -> Config:
@@ -69,12 +76,15 @@ class Run:
     def run_dir(self) -> Path:
         return Path(self.config.run_dir)
 
+    def say(self, text: str) -> None:
+        say(self.console, text)
+
 
 def train(config: Config, allowed: Collection[str] = ()) -> None:
     """Train as `config` says, from the run folder's last checkpoint on, and leave the run folder.
 
     It returns early when a signal asks for it. `allowed` names what may differ from the checkpoint
-    although it changes the run, out of `config.changes.ALLOWABLE`.
+    although it changes the run, out of `resume_policy.ALLOWABLE`.
 
     Raises: UserError for what is wrong with files, devices, the run folder or what was changed,
     before compilation; later for a checkpoint that cannot be read or written, and bad steps.
@@ -83,6 +93,7 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
     console.quiet = not is_first()
     run_dir = Path(config.run_dir)
     run_folder.refuse_foreign(run_dir)
+    # The lock first: from here nothing in the folder changes but by this run.
     with (
         held(config) as lock,
         Checkpoints(
@@ -95,14 +106,14 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
         checkpoints.name_foreign()
         earlier = last_checkpoint(checkpoints, config)
         if earlier is not None:
-            resume.refuse_config(earlier, config, allowed)
+            resume_checks.refuse_config(earlier, config, allowed)
             if earlier.position.step >= config.train.steps:
                 say_finished(console, run_dir, earlier.position.step, config.train.steps)
                 return
-        run = prepared(console, config, earlier, allowed)
+        run = prepared(console, checkpoints, config, earlier, allowed)
         # Nobody else writes here now, and nothing refuses the run any more.
         from_first("clean folder", partial(clean, checkpoints), config.train.first_step_timeout_s)
-        carry_out(console, run, checkpoints, lock)
+        carry_out(run)
 
 
 @contextmanager
@@ -153,15 +164,19 @@ def say_finished(console: Console, run_dir: Path, step: int, steps: int) -> None
 
 
 def prepared(
-    console: Console, config: Config, earlier: Saved | None, allowed: Collection[str]
+    console: Console,
+    checkpoints: Checkpoints,
+    config: Config,
+    earlier: Saved | None,
+    allowed: Collection[str],
 ) -> Run:
     """Open what a run reads, write what is known before its steps, and say what will be done.
 
     Raises: UserError as `train` does before compilation.
     """
     corpus = corpus_of(config)
-    facts = resume.facts_of(corpus)
-    other = [] if earlier is None else resume.refuse_facts(earlier, facts, allowed)
+    facts = resume_checks.facts_of(corpus)
+    other = [] if earlier is None else resume_checks.refuse_facts(earlier, facts, allowed)
     program = build_here(config)
     started = refuse_start(program, facts, allowed) if earlier is None else []
     table = device_table(program.device_mesh)
@@ -179,11 +194,13 @@ def prepared(
     for text in started:
         say(console, f"allowed: another than that of {text}")
     if earlier is not None:
-        for text in resume.said(earlier, program.config, other):
+        for text in resume_checks.said(earlier, program.config, other):
             say(console, text)
     position = earlier.position if earlier else START
+    begun = horizon.first(program.config, earlier)
+    held_out = held_out_batches(corpus, program)
     known = {**facts, RUN_ID: run_id} if run_id else facts
-    return Run(program, corpus, held_out_batches(corpus, program), known, position)
+    return Run(console, checkpoints, program, corpus, held_out, known, position, begun)
 
 
 def held_out_batches(corpus: Corpus, program: Program) -> list[Batch]:
@@ -216,41 +233,41 @@ def introduce(console: Console, program: Program) -> None:
         say(console, f"routing is not learned: assignment={config.model.router.assignment}")
 
 
-def carry_out(console: Console, run: Run, checkpoints: Checkpoints, lock: run_folder.Lock) -> None:
+def carry_out(run: Run) -> None:
     """Compile, take the steps that are left, and write checkpoint, picture and summary."""
     train, metrics = run.config.train, run.run_dir / run_folder.METRICS
     limits = (train.first_step_timeout_s, train.step_timeout_s)
     with Watchdog(run.run_dir, jax.process_index(), jax.process_count(), *limits) as watchdog:
-        state = state_before(console, run, checkpoints, watchdog)
+        state = state_before(run, watchdog)
         # Compiling took a while.
-        lock.refuse_lost()
+        run.checkpoints.refuse_lost()
         from_first(
-            "metrics", lambda: truncate_metrics(console, metrics, run.position.step), limits[0]
+            "metrics", lambda: truncate_metrics(run.console, metrics, run.position.step), limits[0]
         )
         started = time.perf_counter()
         # Open until the checkpoint is written: a signal that comes then must not cost the run.
         with StopSignal() as stop:
-            recorder = take_steps(console, run, state, checkpoints, stop, watchdog)
+            recorder = take_steps(run, state, stop, watchdog)
             watchdog.phase("writing the checkpoint")
-            with waiting(console, "writing report and checkpoint"):
-                lock.refuse_lost()
+            with waiting(run.console, "writing report and checkpoint"):
+                run.checkpoints.refuse_lost()
                 if is_first():
                     draw(read(metrics), run.run_dir / run_folder.REPORT)
-                checkpoints.wait()
+                run.checkpoints.wait()
     for text in summary(run.config, recorder.lines, time.perf_counter() - started, run.run_dir):
-        say(console, text)
+        run.say(text)
 
 
-def state_before(console: Console, run: Run, checkpoints: Checkpoints, watchdog: Watchdog) -> State:
+def state_before(run: Run, watchdog: Watchdog) -> State:
     """Compile, and return the state that the next step takes: from a checkpoint, or the first."""
     started = time.perf_counter()
     watchdog.phase("compiling the step")
-    with waiting(console, "compiling the step"):
+    with waiting(run.console, "compiling the step"):
         in_background(partial(run.program.compile, evaluation=bool(run.held_out)))
-    say(console, f"compiled in {duration(time.perf_counter() - started)}")
+    run.say(f"compiled in {duration(time.perf_counter() - started)}")
     together("compiled", run.config)
     watchdog.phase("making the first state")
-    state = first_or_restored(console, run, checkpoints)
+    state = first_or_restored(run)
     together("ready for the first step", run.config)
     return state
 
@@ -263,12 +280,12 @@ def together(name: str, config: Config) -> None:
     barrier(name, config.train.first_step_timeout_s)
 
 
-def first_or_restored(console: Console, run: Run, checkpoints: Checkpoints) -> State:
+def first_or_restored(run: Run) -> State:
     """Return the state that the next step takes."""
     if run.position.step == 0:
-        return first_state(console, run.program)
-    with waiting(console, "reading the checkpoint"):
-        return checkpoints.restore(run.program, run.position.step)[0]
+        return first_state(run.console, run.program)
+    with waiting(run.console, "reading the checkpoint"):
+        return run.checkpoints.restore(run.program, run.position.step)[0]
 
 
 def first_state(console: Console, program: Program) -> State:
@@ -277,58 +294,56 @@ def first_state(console: Console, program: Program) -> State:
     if source is None:
         return state
     with waiting(console, f"reading the weights of checkpoint.init_from={source}"):
-        main, expert_bias, moments = initial_weights(source, program)
+        main, expert_bias, opt_state = initial_weights(source, program)
+    names = frozenset(main)
     main = program.staged(main)
     state = state._replace(weights=program.rebuild(main), main=main, expert_bias=expert_bias)
-    if moments is None:
+    if opt_state is None:
         return state
-    moved = {role: program.staged(moments[role]) for role in ("mu", "nu")}
-    return state._replace(moments={**moments, **moved})
+    return state._replace(opt_state=map_parts(opt_state, names, program.staged))
 
 
 def truncate_metrics(console: Console, path: Path, step: int) -> str:
     """Leave the lines of steps that the state has in it, and say what was taken out."""
-    cut = truncate(path, step)
-    if cut.later and step == 0:
+    truncated = truncate(path, step)
+    if truncated.later and step == 0:
         say(console, f"{path.parent} has no checkpoint, so the run starts anew")
-    if cut.later:
-        say(console, f"{path.name}: {cut.later} lines of steps that are taken again are dropped")
-    if cut.damaged:
-        say(console, f"{path.name}: {cut.damaged} half-written lines are dropped")
-    if cut.lacking:
-        gaps = [f"{a} to {b}" if a < b else f"{a}" for a, b in cut.lacking]
+    if truncated.later:
+        say(
+            console,
+            f"{path.name}: {truncated.later} lines of steps that are taken again are dropped",
+        )
+    if truncated.damaged:
+        say(console, f"{path.name}: {truncated.damaged} half-written lines are dropped")
+    if truncated.lacking:
+        gaps = [f"{a} to {b}" if a < b else f"{a}" for a, b in truncated.lacking]
         say(console, f"{path.name} lacks the lines of steps {listing(gaps, 'and')}")
     return ""
 
 
-def take_steps(
-    console: Console,
-    run: Run,
-    state: State,
-    checkpoints: Checkpoints,
-    stop: StopSignal,
-    watchdog: Watchdog,
-) -> Recorder:
+def take_steps(run: Run, state: State, stop: StopSignal, watchdog: Watchdog) -> Recorder:
     """Take the steps that are left, or those until a stop, and begin to save what they led to."""
     config, position = run.config, run.position
     # Only the first process writes lines; all count bad steps.
     path = run.run_dir / run_folder.METRICS if is_first() else Path(os.devnull)
     with (
         MetricsFile(path) as file,
-        StepProgress(console, config.train.steps) as progress,
+        StepProgress(run.console, config.train.steps) as progress,
         Trace(run.run_dir, config.train.profile) as trace,
         Garbage() as garbage,
     ):
         recorder = Recorder(config, file, progress, list(run.program.layout.parameters), position)
-        saver = CheckpointSaver(checkpoints, config, run.facts, recorder)
+        facts = {**run.facts, horizon.FACT: str(run.begun)}
+        saver = CheckpointSaver(run.checkpoints, config, facts, recorder)
         session = Session(recorder, saver, trace, stop, watchdog, garbage)
-        steps = upcoming(config, run.corpus, run.program.rows, position)
+        settled = horizon.settled(config, run.begun)
+        steps = upcoming(settled, run.corpus, run.program.rows, position)
         state = run_steps(run.program, state, steps, run.held_out, session)
         if saver.saved < recorder.done.step:
             watchdog.phase(f"saving step {recorder.done.step}")
             saver.save(run.program.stored(state))
     for text in remarks(recorder, trace):
-        say(console, text)
+        run.say(text)
     return recorder
 
 
@@ -363,14 +378,14 @@ def summary(config: Config, lines: Sequence[Line], seconds: float, run_dir: Path
         yield f"  skipped {skipped} steps"
     yield f"  written {run_dir}: {', '.join(run_folder.contents(run_dir))}"
     if early:
-        yield "  the same command goes on from here"
+        yield "  the same command resumes from here"
 
 
 def speed(config: Config, lines: Sequence[Line]) -> str:
-    """Return tokens and useful FLOPs per second, without the first step."""
+    """Return tokens and model FLOPs per second, without the first step."""
     timed = lines[1:] or lines
     tokens = sum(line["tokens_per_s"] * line["step_time_s"] for line in timed)
     rate = tokens / sum(line["step_time_s"] for line in timed)
     flops = rate * flops_per_token(config.model, config.train.sequence_length)
     unit, name = (1e12, "TFLOP/s") if flops >= 1e11 else (1e9, "GFLOP/s")
-    return f"{rate:,.0f} tokens/s, {flops / unit:,.1f} useful {name}"
+    return f"{rate:,.0f} tokens/s, {flops / unit:,.1f} model {name}"

@@ -17,7 +17,7 @@ from olmo_jax.parallel.pipeline import stages_of
 )
 def test_every_layer_is_in_one_stage_and_padding_comes_last(layers, ranks, chunks, period):
     found = stage_layout(layers, ranks, chunks, period=period)
-    stages = stages_of("loop", ranks, chunks)
+    stages = stages_of(ranks, chunks)
     order = np.concatenate(
         [
             found.layers[c, r]

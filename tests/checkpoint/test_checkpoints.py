@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from olmo_jax.checkpoint import (
@@ -24,7 +25,9 @@ from olmo_jax.checkpoint import (
 from olmo_jax.checkpoint.leaves import flat, stored
 from olmo_jax.config.records import CheckpointConfig, Config
 from olmo_jax.errors import UserError
-from olmo_jax.train.program import Program
+from olmo_jax.mesh.devices import build_mesh
+from olmo_jax.mesh.specs import REPLICATED
+from olmo_jax.train.program import Program, build
 from olmo_jax.train.run_folder import Lock
 from tests.cases import tiny
 from tests.checkpoint.states import (
@@ -137,6 +140,31 @@ def test_every_leaf_comes_back_bit_for_bit_on_another_mesh_and_method(
     assert saved.config == before.config.model_dump(mode="json")
 
 
+def test_another_optimizers_state_is_stored_by_its_own_names_on_any_mesh(
+    tmp_path: Path, monkeypatch
+) -> None:
+    another = optax.chain(optax.trace(0.9), optax.scale_by_lion())
+    monkeypatch.setattr("olmo_jax.train.state.optimizer", lambda _: another)
+    configs = config_of("p2"), config_of("d2")
+    before, after = (build(config, build_mesh(dict(config.mesh))) for config in configs)
+    assert before.specs.opt_state[0].trace == before.specs.main
+    assert before.specs.opt_state[1].count == REPLICATED
+    state = random_state(before)
+    write(tmp_path, before.config, before.stored(state), 3)
+    keys = read_saved(tmp_path).leaves
+    roles = {"main", "0.trace", "1.mu", "router_bias", "history", "counters"}
+    assert {key.role for key in keys} == roles
+    assert {key.name for key in keys if key.role == "counters"} == {"step", "1.count"}
+    found, _ = restored(tmp_path, after)
+    assert_same_bits(after.stored(found), before.stored(state))
+    assert jax.tree.structure(found.opt_state) == jax.tree.structure(state.opt_state)
+
+
+def test_a_part_of_an_optimizer_whose_name_is_taken_is_refused(state) -> None:
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'history'"):
+        stored(state._replace(opt_state={"history": state.main}))
+
+
 @pytest.fixture(scope="module")
 def program(program_of) -> Program:
     return program_of(small())
@@ -170,9 +198,11 @@ def test_the_disk_holds_twelve_bytes_a_parameter(tmp_path: Path, program_of) -> 
     assert 12 <= sum(path.stat().st_size for path in files) / num_parameters < 12.5
 
 
-def test_compute_weights_are_not_stored(run_dir: Path) -> None:
-    roles = {key.role for key in read_saved(run_dir).leaves}
+def test_roles_and_counters_are_those_of_the_format_without_compute_weights(run_dir: Path) -> None:
+    keys = read_saved(run_dir).leaves
+    roles = {key.role for key in keys}
     assert roles == {"main", "mu", "nu", "router_bias", "history", "counters"}
+    assert {key.name for key in keys if key.role == "counters"} == {"step", "moments"}
 
 
 def test_a_save_ends_behind_the_step_that_its_buffers_are_given_to(
@@ -385,7 +415,7 @@ def test_the_skip_rules_window_may_change(run_dir: Path, program_of, state) -> N
         ),
         (
             {"router": small().model.router.model_copy(update={"bias_gamma": None})},
-            ["expert_bias/body.moe.router.score_bias as float32[1, 4], which the model lacks"],
+            ["router_bias/body.moe.router.score_bias as float32[1, 4], which the model lacks"],
         ),
     ],
 )

@@ -282,9 +282,9 @@ def test_a_leaf_that_orbax_gives_as_no_array_is_told(run_dir: Path) -> None:
 def test_numbers_that_are_not_finite_are_no_checkpoint(tmp_path: Path, program_of) -> None:
     program = program_of(MODEL)
     state = random_state(program)
-    mu = state.moments["mu"]
+    mu = state.opt_state.mu
     infinite = {"head.norm.gain": mu["head.norm.gain"].at[3].set(-np.inf)}
-    nonfinite = state._replace(moments=state.moments | {"mu": mu | infinite})
+    nonfinite = state._replace(opt_state=state.opt_state._replace(mu=mu | infinite))
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     position = Position(5, 1, 1)
     with checkpoints:

@@ -49,20 +49,19 @@ def run_dir(tmp_path_factory, program_of) -> Path:
 def test_a_run_gives_its_weights_and_selection_biases(run_dir: Path, program_of) -> None:
     program = program_of(small())
     state = random_state(program)
-    main, expert_bias, moments = initial_weights(run_dir, program)
+    main, expert_bias, opt_state = initial_weights(run_dir, program)
     assert_bits(main, state.main)
     assert_bits(expert_bias, state.expert_bias)
-    assert moments is None
+    assert opt_state is None
 
 
 def test_a_run_gives_its_moments_when_asked(run_dir: Path, program_of) -> None:
     program = program_of(asks_for_moments(small()))
     state = random_state(program)
-    _, _, moments = initial_weights(run_dir / "checkpoints" / "step_7", program)
-    assert moments is not None
-    assert_bits(moments["mu"], state.moments["mu"])
-    assert_bits(moments["nu"], state.moments["nu"])
-    assert int(moments["count"]) == int(state.moments["count"])
+    _, _, opt_state = initial_weights(run_dir / "checkpoints" / "step_7", program)
+    assert_bits(opt_state.mu, state.opt_state.mu)
+    assert_bits(opt_state.nu, state.opt_state.nu)
+    assert int(opt_state.count) == int(state.opt_state.count)
 
 
 def test_a_run_of_another_model_is_refused(run_dir: Path, program_of) -> None:
@@ -87,12 +86,12 @@ def folder(tmp_path_factory, program: Program) -> Path:
 def test_a_hugging_face_folder_gives_its_weights_where_the_mesh_wants_them(
     folder: Path, program: Program
 ) -> None:
-    main, expert_bias, moments = initial_weights(folder, program)
+    main, expert_bias, opt_state = initial_weights(folder, program)
     assert_bits(main, weights_of(program))
     for name, leaf in main.items():
         wanted = program.abstract_arguments()[0].main[name].sharding
         assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
-    assert (expert_bias, moments) == ({}, None)
+    assert (expert_bias, opt_state) == ({}, None)
 
 
 def test_selection_biases_start_at_zero_where_the_folder_has_none(folder, program_of) -> None:

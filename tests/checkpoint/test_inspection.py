@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -127,9 +128,7 @@ def test_exported_weights_are_read_back_by_their_class(run_dir: Path, tmp_path, 
     assert f"{tmp_path}/hf: the weights of step 4" in out
     _, params = huggingface.load(tmp_path / "hf")
     wanted = inspection.weights_on_host(read_saved(run_dir))
-    assert params.keys() == wanted.keys()
-    for name, leaf in wanted.items():
-        np.testing.assert_array_equal(np.asarray(params[name]), np.asarray(leaf))
+    chex.assert_trees_all_equal(dict(params), dict(wanted))
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
     code, _, err = call(capsys, "export-weights", run_dir, tmp_path / "hf")
     assert code == 1
@@ -166,10 +165,3 @@ def test_what_hugging_face_cannot_say_is_refused(tmp_path: Path, program_of, cap
     assert code == 1
     assert "model.router.bias_gamma=0.01 cannot be written as Olmo3MoeForCausalLM" in err
     assert not (tmp_path / "hf").exists()
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(999, "999 B"), (23_516, "23.5 kB"), (2e9, "2 GB"), (3.5e12, "3.5 TB")]
-)
-def test_sizes_have_three_digits(num_bytes, text) -> None:
-    assert inspection.size_text(num_bytes) == text

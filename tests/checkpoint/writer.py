@@ -11,6 +11,7 @@ import sys
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from olmo_jax.checkpoint import Checkpoints, Position
 from olmo_jax.config.records import CheckpointConfig, Config
@@ -28,7 +29,7 @@ def state_of(step: int) -> State:
     return State(
         weights={},
         main=leaves,
-        moments={"mu": leaves, "nu": leaves, "count": jnp.int32(step)},
+        opt_state=optax.ScaleByAdamState(jnp.int32(step), leaves, leaves),
         expert_bias={},
         history={"losses": jnp.zeros(4), "grad_norms": jnp.zeros(4), "size": jnp.int32(0)},
         step=jnp.int32(step),

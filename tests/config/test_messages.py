@@ -38,7 +38,7 @@ def test_unknown_key_names_the_nearest_known_one(override, nearest):
 def test_key_like_no_other_lists_its_section():
     text = message("mesh.replicas=2")
     assert "mesh.replicas=2 is not a known key" in text
-    assert "pipeline, data, fsdp, expert and sequence" in text
+    assert "pipeline, data, fsdp, expert, sequence and platform" in text
 
 
 def test_unknown_key_inside_a_list_names_its_place():

@@ -8,8 +8,8 @@ import numpy as np
 
 from olmo_jax.config.records import DataConfig, SourceConfig
 from olmo_jax.data.corpus import Corpus, open_corpus
-from olmo_jax.data.shards import write_shard
 from olmo_jax.data.token_manifest import Manifest, folder_fingerprint, write_manifest
+from olmo_jax.data.tokenize import write_shards
 
 VOCAB_SIZE = 5000
 TEXTS = [f"Chapter {i}: " + "the quick brown fox jumps. " * (1 + i % 7) + "\n" for i in range(40)]
@@ -26,7 +26,7 @@ def write_folder(
     folder.mkdir(parents=True)
     kind = np.dtype(dtype)
     arrays = iter([np.array([*document, 0], kind) for document in documents])
-    shard = write_shard(folder, 0, arrays, kind)
+    shards = write_shards(folder, arrays, kind)
     facts = {
         "dtype": dtype,
         "vocab_size": vocab_size,
@@ -35,11 +35,11 @@ def write_folder(
     }
     manifest = Manifest(
         **facts,
-        num_tokens=shard.num_tokens,
-        num_documents=shard.num_documents,
+        num_tokens=sum(shard.num_tokens for shard in shards),
+        num_documents=sum(shard.num_documents for shard in shards),
         num_skipped=0,
-        files=(shard,),
-        fingerprint=folder_fingerprint([shard], **facts),
+        files=tuple(shards),
+        fingerprint=folder_fingerprint(shards, **facts),
     )
     write_manifest(folder, manifest)
     return folder

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.lib import format as npy
 
+from olmo_jax.data import shards
 from olmo_jax.data.shards import file_digest
 from olmo_jax.data.sources import held
 from olmo_jax.data.token_manifest import expected_fingerprint, read_manifest, write_manifest
@@ -140,7 +141,7 @@ def test_the_last_evaluation_batch_is_padded_and_none_is_all_padding(tmp_path):
 
 def test_few_evaluation_batches_come_from_all_over_the_held_out_documents(tmp_path):
     folders = [counting(tmp_path / "a", 1, 40)]
-    folders += [write_folder(tmp_path / n, [[i] * 3 for i in range(1, 100)]) for n in "bc"]
+    folders += [write_folder(tmp_path / f"{n}", [[i] * n for i in range(1, 100)]) for n in (3, 4)]
     corpus = open_folders(*folders, eval_fraction=0.5)
     tokens = np.concatenate([batch.tokens for batch in corpus.held_out(2, 2)])
     assert tokens[0, 0] < 50 < tokens[-1, 0]
@@ -385,14 +386,34 @@ def test_tokens_are_named_once_however_they_are_spelled(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     a, b = counting(tmp_path / "a", 10, 4), counting(tmp_path / "a" / "b", 10, 4, first=41)
     (tmp_path / "link").symlink_to(a)
-    file = Path("a/tokens_00000.npy")
-    again = [(a, a), (a, Path("a")), (a, Path("b/../a")), (a, Path("link")), (a, file), (file, a)]
+    copy = tmp_path / "copy"
+    shutil.copytree(a, copy)
+    file, copied = Path("a/tokens_00000.npy"), copy / "tokens_00000.npy"
+    again = [(a, a), (a, Path("a")), (a, Path("a/../a")), (a, Path("link")), (a, file), (file, a)]
+    again += [(a, copy), (a, copied), (file, copy), (file, copied)]
     for first, second in again:
         message = f"names {re.escape(str(first))} and {re.escape(str(second))}, .* named once"
         with pytest.raises(UserError, match=message):
             open_folders(b, first, second)
     open_folders(a, b)  # a folder inside another one has tokens of its own
     open_folders(a / "tokens_00000.npy", b / "tokens_00000.npy")
+
+
+def test_a_source_that_has_a_shard_or_whole_blocks_of_another_is_refused(tmp_path, monkeypatch):
+    """A text, the same with more behind it, and one that shares the rest of a last block alone."""
+    text, end = [[i] * 7 for i in range(1, 9)], [[99] * 7]
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 64)  # four documents of eight tokens
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 32)
+    a, more = write_folder(tmp_path / "a", text), write_folder(tmp_path / "more", text + end)
+    with pytest.raises(UserError, match=r"names .*a and .*more, which hold the same tokens"):
+        open_folders(a, more)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 1 << 20)
+    longer = write_folder(tmp_path / "longer", text + end)
+    longest = write_folder(tmp_path / "longest", [*text, [100] * 7, *end])
+    with pytest.raises(UserError, match=r"names .*longer and .*longest, which hold the same"):
+        open_folders(longer, longest)
+    other = write_folder(tmp_path / "other", [[i] * 7 for i in range(21, 29)] + end)
+    open_folders(longer, other)
 
 
 def test_an_unreadable_tokenizer_is_named(tmp_path):

@@ -9,9 +9,11 @@ def test_a_batch_is_shown_with_its_documents_and_counts(text_folder):
     corpus = open_folders(text_folder, length=64)
     text = show(corpus, 3, 2)
     batch = corpus.batch(4, range(2))
-    assert text.startswith("step 3: sequences 4 to 5, 2 rows of 64 positions, 128 real, 126 count")
+    assert text.startswith("step 3: sequences 4 to 5, 2 rows of 64 positions, 128 tokens, 126 in")
     for row in range(2):
-        assert f"=== row {row}: 64 real, 63 counted, {batch.segment_ids[row].max()} doc" in text
+        assert (
+            f"=== row {row}: 64 tokens, 63 in the loss, {batch.segment_ids[row].max()} doc" in text
+        )
         first = batch.tokens[row][batch.segment_ids[row] == 1]
         assert f"--- document 1: {len(first)} tokens\n{corpus.decode(first)}" in text
 

@@ -3,10 +3,11 @@ import json
 import os
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from olmo_jax.data import shards as shards_module
 from olmo_jax.data import tokenize as tokenize_module
@@ -151,6 +152,121 @@ def test_bad_input_is_named_and_can_be_skipped_with_a_count(tmp_path, write, nam
     assert manifest.num_skipped == read_manifest(tmp_path / "out").num_skipped == 1
     assert name in (tmp_path / "out" / "skipped.txt").read_text()
     assert decoded(tmp_path / "out")[-1] == "good"
+
+
+OTHER_ENCODINGS = {
+    "utf-16": "the file is UTF-16, and text is read as UTF-8",
+    "utf-32": "the file is UTF-32, and text is read as UTF-8",
+}
+
+
+@pytest.mark.parametrize("encoding", OTHER_ENCODINGS)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
+def test_another_encoding_is_named_in_a_folder_too(tmp_path, write, encoding, name):
+    content = "Stra\u00dfe".encode(encoding)
+    write(f"in/{name}", gzip.compress(content) if name.endswith(".gz") else content)
+    write("in/good.txt", b"good")
+    with pytest.raises(UserError, match=rf"{name}: {OTHER_ENCODINGS[encoding]} .*--skip-bad"):
+        run([tmp_path / "in"], tmp_path / "out")
+    assert run([tmp_path / "in"], tmp_path / "out", skip_bad=True).num_skipped == 1
+    assert OTHER_ENCODINGS[encoding] in (tmp_path / "out" / "skipped.txt").read_text()
+    assert decoded(tmp_path / "out") == ["good"]
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\0\0", "no mark".encode("utf-16-le")])
+def test_what_is_no_text_is_passed_over_in_a_folder_with_a_word_and_else_bad(
+    tmp_path, write, content
+):
+    path, good, said = write("in/a.png", content), write("in/good.txt", b"good"), []
+    manifest = run([tmp_path / "in"], tmp_path / "1", say=said.append)
+    assert manifest.num_skipped == 1
+    assert (tmp_path / "1" / "skipped.txt").read_text().startswith(f"{path}: no text")
+    [line] = said
+    assert line == f"files that are no text were passed over, 1 in all: {path}"
+    for inputs, options in (([path, good], {}), ([tmp_path / "in"], {"suffixes": [".png"]})):
+        with pytest.raises(UserError, match=r"a\.png: no text: byte .* is zero.*--skip-bad"):
+            run(inputs, tmp_path / "out", **options)
+
+
+def test_a_zero_byte_after_the_part_that_is_looked_at_is_named(tmp_path, write):
+    write("in/a.txt", b"x" * 5000 + b"\0")
+    with pytest.raises(UserError, match=r"a\.txt: no text: byte 5000 of the file is zero"):
+        run([tmp_path / "in"], tmp_path / "out")
+
+
+GERMAN = "Der schnelle braune Fuchs springt. " * 100
+
+
+def tokenizer_file(path: Path, tokenizer: Tokenizer) -> Path:
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(path))
+    return path
+
+
+def words(path: Path, *known: str, **parts: Any) -> Path:
+    """Write a tokenizer whose tokens are whole words."""
+    vocab = {word: number for number, word in enumerate(("<unk>", *known))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return tokenizer_file(path, tokenizer)
+
+
+def pieces_of_words(path: Path) -> Path:
+    vocab = {piece: number for number, piece in enumerate(["[UNK]", "Der", "##r", "braune"])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer_file(path, tokenizer)
+
+
+def unigrams(path: Path) -> Path:
+    vocab = [("<unk>", 0.0), *((letter, -1.0) for letter in "\u2581Dersch")]
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer_file(path, tokenizer)
+
+
+def bytes_without(letter: str, path: Path) -> Path:
+    """Write a byte vocabulary that lacks one, and drops it without a word."""
+    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {letter})
+    vocab = {byte: number for number, byte in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer_file(path, tokenizer)
+
+
+LOSING = {
+    "another language": (lambda path: words(path, "the", "quick"), "500 of 500 tokens are unknown"),
+    "few pieces": (pieces_of_words, "300 of 500 tokens are unknown"),
+    "few letters": (unigrams, "tokens are unknown"),
+    "a byte vocabulary without e": (lambda path: bytes_without("e", path), "most often 'e'"),
+}
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_a_tokenizer_that_loses_the_text_is_refused_with_what_it_loses(tmp_path, write, name):
+    make, message = LOSING[name]
+    saved = make(tmp_path / "saved.json")
+    with pytest.raises(UserError, match=f"does not hold this text: .*{message}.* at most 1%"):
+        run([write("a.txt", GERMAN.encode())], tmp_path / "out", vocab_size=None, tokenizer=saved)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_small_loss_is_said_and_a_normalizer_s_change_is_none(tmp_path, write):
+    known = sorted({*GERMAN.split(), *GERMAN.lower().split()})
+    text = write("a.txt", f"{GERMAN}Hase".encode())
+    for more, count in (((), 1), (("Hase", "hase"), 0)):
+        for normalizer in (None, normalizers.Lowercase()):
+            parts = {} if normalizer is None else {"normalizer": normalizer}
+            saved, said = words(tmp_path / "saved.json", *known, *more, **parts), []
+            output = tmp_path / f"{count}{normalizer}"
+            run([text], output, vocab_size=None, tokenizer=saved, say=said.append)
+            assert len(said) == count
+            assert not count or said[0].startswith("1 of 501 tokens are unknown, and 4 of")
 
 
 def test_a_failed_run_leaves_nothing_behind(tmp_path, write, text_folder):

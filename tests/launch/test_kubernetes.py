@@ -89,6 +89,15 @@ def test_a_run_folder_that_leads_out_of_its_volume_is_refused() -> None:
     rendered(replace(JOB, claims=["a:/x/../shared"]))
 
 
+def test_a_run_folder_in_the_home_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/shared")
+    with pytest.raises(UserError, match="run_dir=~/run is in the home folder, and a pod's is not"):
+        rendered(overrides=["run_dir=~/run"])
+    rendered(overrides=["run_dir=~/run", "run_dir=/shared/run"])
+    # What is only read fails in the pod if it is not there.
+    rendered(overrides=["checkpoint.init_from=~/old"])
+
+
 def test_the_manifest_is_handed_to_kubectl(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

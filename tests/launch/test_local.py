@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from olmo_jax.config import Config
 from olmo_jax.launch.local import launch
-from olmo_jax.launch.processes import exit_process
+from olmo_jax.runtime.processes import exit_process
 number, logs, *command = sys.argv[1:]
 config = Config(mesh={"data": 4})
 exit_process(launch([sys.executable, *command], config, num_processes=int(number), logs=Path(logs)))
@@ -191,7 +191,8 @@ def test_one_rank_that_dies_ends_all_and_is_named(
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.usefixtures("signals_of_a_terminal")
 def test_a_signal_reaches_every_rank_once(
     tmp_path: Path, started: Callable[..., subprocess.Popen[str]], number: signal.Signals
 ) -> None:
@@ -215,7 +216,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(
     tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
 ) -> None:
     rank = (
-        "from olmo_jax.launch.processes import die_with_launcher; die_with_launcher()\n"
+        "from olmo_jax.runtime.processes import die_with_launcher; die_with_launcher()\n"
         "print('pid', os.getpid(), flush=True); time.sleep(1000)"
     )
     process = started(tmp_path, python(rank), "pid")
@@ -261,7 +262,7 @@ def test_a_mistake_is_told_once_and_starts_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(environment, "runs_on_gpu", lambda: False)
+    monkeypatch.setattr(environment, "runs_on_gpu", lambda *_: False)
     monkeypatch.setattr(local.subprocess, "Popen", None)
     try:
         found = main(["launch", "local", *arguments])
@@ -274,7 +275,7 @@ def test_a_mistake_is_told_once_and_starts_nothing(
 def test_more_processes_than_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(environment, "runs_on_gpu", lambda: True)
+    monkeypatch.setattr(environment, "runs_on_gpu", lambda *_: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert main(["launch", "local", "--processes", "4", "--", "train", QUICKSTART]) == 1
     assert "--processes 4 x 1 GPUs = 4, but this machine shows 2" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,13 +39,16 @@ JOB = Job(
 OVERRIDES = ["data.sources=[{path: /data/$USER/a b}]", "seed=1"]
 
 
-def rendered(job: Job = JOB, overrides: Sequence[str] = (), command: Sequence[str] = ()) -> str:
-    config = load(CONFIG, overrides)
-    return render(config, command or ["train", "configs/my config.yaml", *OVERRIDES], job)
+def rendered(job: Job = JOB, overrides: Sequence[str] = OVERRIDES) -> str:
+    return render(load(CONFIG, overrides), CONFIG.read_text(), overrides, job)
 
 
 def test_the_script_is_the_one_that_was_looked_at() -> None:
     assert rendered() == GOLDEN.read_text()
+
+
+# Nothing in it is the shell's; its last line has no end.
+TEXT = "seed: 1\n# $HOME `id` \\ {x} é\nEND_OF_CONFIG\nlast: 2"
 
 
 def small(tmp_path: Path, max_restarts: int = 2) -> Path:
@@ -52,9 +56,8 @@ def small(tmp_path: Path, max_restarts: int = 2) -> Path:
     run_dir = tmp_path / "run's $HOME"
     job = replace(JOB, folder=str(tmp_path), max_restarts=max_restarts, setup=())
     path = tmp_path / "job.sbatch"
-    path.write_text(
-        render(load(CONFIG, [f"run_dir={run_dir}"]), ["train", "c.yaml", "a=$X b"], job)
-    )
+    config = load(CONFIG, [f"run_dir={run_dir}"])
+    path.write_text(render(config, TEXT, ["a=$X b"], job))
     return path
 
 
@@ -114,9 +117,18 @@ def test_a_run_to_its_end_is_the_end(tmp_path: Path) -> None:
         "<-m>",
         "<olmo_jax.cli>",
         "<train>",
-        "<c.yaml>",
+        f"<{tmp_path}/run's $HOME/logs/config_4100.yaml>",
     ]
     assert output.splitlines()[2:] == [*command, "<a=$X b>", "node7:61444", "$(id) `id` 'x'"]
+
+
+def test_the_job_runs_the_config_that_was_submitted(tmp_path: Path) -> None:
+    """Each job has a copy of its own, and writes it again when it comes back."""
+    path = small(tmp_path)
+    show = 'for word in "$@"; do case "$word" in *.yaml) cat "$word"; rm "$word";; esac; done'
+    for _ in range(2):
+        code, output, _ = ended(tmp_path, start(tmp_path, path, show))
+        assert (code, output) == (0, f"{TEXT}\n")
 
 
 def test_failures_in_a_row_bring_the_job_back_a_limited_number_of_times(tmp_path: Path) -> None:
@@ -197,15 +209,15 @@ def test_what_slurm_would_not_take_is_refused(change: dict[str, Any], words: str
 @pytest.mark.parametrize("run_dir", ["/runs/100%", '/runs/"x"'])
 def test_a_run_folder_whose_logs_slurm_could_not_write_is_refused(run_dir: str) -> None:
     with pytest.raises(UserError, match="run_dir="):
-        render(Config(run_dir=run_dir), ["train"], Job(nodes=1, gpus_per_node=1))
+        render(Config(run_dir=run_dir), "", [], Job(nodes=1, gpus_per_node=1))
 
 
 @pytest.mark.parametrize("folder", ["/home/100%", '/home/"me"'])
 def test_a_folder_whose_logs_slurm_could_not_write_is_refused(folder: str) -> None:
     job = Job(nodes=1, gpus_per_node=1, folder=folder)
     with pytest.raises(UserError, match=r"run_dir='runs/x' puts the logs into .* absolute run_dir"):
-        render(Config(run_dir="runs/x"), ["train"], job)
-    render(Config(run_dir="/runs/x"), ["train"], job)
+        render(Config(run_dir="runs/x"), "", [], job)
+    render(Config(run_dir="/runs/x"), "", [], job)
 
 
 def test_a_mesh_with_an_open_axis_takes_what_divides() -> None:
@@ -224,10 +236,26 @@ def test_dry_run_prints_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_job_expands_its_home_folder_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    arguments = ["launch", "slurm", "--nodes", "2", "--dry-run", str(CONFIG)]
+    assert main([*arguments, "run_dir=~/run", "checkpoint.init_from=~/old"]) == 0
+    script = capsys.readouterr().out
+    assert "train \"$config\" 'run_dir=~/run' 'checkpoint.init_from=~/old'" in script
+    # Slurm opens the logs before the job runs, and knows no `~`.
+    assert '--output="/home/me/run/logs/slurm_%j.log"' in script
+
+
 def test_the_script_is_handed_to_sbatch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["launch", "slurm", "--nodes", "2", str(CONFIG), f"run_dir={tmp_path}/run"]
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    arguments = ["launch", "slurm", "--nodes", "2", "--python", str(python), str(CONFIG)]
+    arguments += [f"run_dir={tmp_path}/run"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(arguments) == 1
     assert "sbatch is not on the PATH" in capsys.readouterr().err
@@ -241,3 +269,40 @@ def test_the_script_is_handed_to_sbatch(
     monkeypatch.setenv("CODE", "3")
     assert main(arguments) == 1
     assert "failed with exit code 3: Submitted" in capsys.readouterr().err
+
+
+def test_an_interpreter_without_cuda_is_refused_before_anything_is_submitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "run_client", None)
+    arguments = ["launch", "slurm", "--nodes", "2", str(CONFIG), f"run_dir={tmp_path}/run"]
+    python = tmp_path / "python"
+    for text, words in {
+        "": "No such file or directory",
+        "echo \"ModuleNotFoundError: No module named 'jax'\" >&2; exit 1": "No module named 'jax'",
+        f'exec {sys.executable} "$@"': "its jax has no CUDA plugin",
+    }.items():
+        if text:
+            python.write_text(f"#!/bin/sh\n{text}\n")
+            python.chmod(0o755)
+        assert main([*arguments, "--python", str(python)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"olmo-jax: --python {python}: the job would not find its GPUs")
+        assert words in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_nodes_get_the_interpreter_that_has_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "GPU_PYTHON", tmp_path / "python")
+    assert slurm.default_python() == sys.executable
+    (tmp_path / "python").touch()
+    assert slurm.default_python() == str(tmp_path / "python")
+    monkeypatch.setattr(slurm, "has_gpu_plugin", lambda: True)
+    assert slurm.default_python() == sys.executable
+
+
+def test_a_job_with_gpus_does_not_train_on_cpu_devices() -> None:
+    with pytest.raises(UserError, match=r"mesh\.platform=cpu, but a job on a cluster asks for"):
+        rendered(overrides=["mesh.platform=cpu"])

@@ -7,6 +7,7 @@ import pytest
 from olmo_jax.config.records import MeshConfig
 from olmo_jax.errors import UserError
 from olmo_jax.mesh import axes
+from tests.mesh import groups
 
 
 def sizes_of(**given: int) -> dict[str, int]:
@@ -14,29 +15,29 @@ def sizes_of(**given: int) -> dict[str, int]:
 
 
 def test_config_has_the_axes_in_rank_order():
-    assert tuple(MeshConfig.model_fields) == axes.AXES
+    assert tuple(dict(MeshConfig())) == axes.AXES
 
 
 def test_eight_ranks_with_two_stages_and_expert_pairs():
     sizes = sizes_of(pipeline=2, data=2, expert=2)
-    assert axes.expert_model_groups(sizes) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert axes.expert_data_groups(sizes) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert axes.groups(sizes, ["pipeline"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert axes.dense_data_groups(sizes) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups.expert_model_groups(sizes) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups.expert_data_groups(sizes) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups.groups(sizes, ["pipeline"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups.dense_data_groups(sizes) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_eight_ranks_with_expert_pairs_and_no_pipeline():
     sizes = sizes_of(data=4, expert=2)
-    assert axes.expert_model_groups(sizes) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert axes.expert_data_groups(sizes) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert groups.expert_model_groups(sizes) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups.expert_data_groups(sizes) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_four_ranks_share_rows_and_experts_folded_or_not():
     sizes = sizes_of(expert=1, sequence=2, data=2)
-    assert axes.expert_model_groups(sizes, fold_sequence=True) == [[0, 1], [2, 3]]
+    assert groups.expert_model_groups(sizes, fold_sequence=True) == [[0, 1], [2, 3]]
     sizes = sizes_of(expert=2, sequence=2)
-    assert axes.expert_model_groups(sizes, fold_sequence=True) == [[0, 1, 2, 3]]
-    assert axes.expert_model_groups(sizes) == [[0, 2], [1, 3]]
+    assert groups.expert_model_groups(sizes, fold_sequence=True) == [[0, 1, 2, 3]]
+    assert groups.expert_model_groups(sizes) == [[0, 2], [1, 3]]
 
 
 # Groups of rank 0, observed on the reference's own mesh builder with 4 and 8 ranks:
@@ -67,19 +68,19 @@ RANK_0 = [
 
 @pytest.mark.parametrize(("sizes", "fold", "sequence", "model", "data", "dense"), RANK_0)
 def test_rank_0_has_the_references_neighbours(sizes, fold, sequence, model, data, dense):
-    assert axes.groups(sizes, ["sequence"])[0] == sequence
-    assert axes.expert_model_groups(sizes, fold_sequence=fold)[0] == model
-    assert axes.expert_data_groups(sizes, fold_sequence=fold)[0] == data
-    assert axes.dense_gradient_groups(sizes)[0] == dense
+    assert groups.groups(sizes, ["sequence"])[0] == sequence
+    assert groups.expert_model_groups(sizes, fold_sequence=fold)[0] == model
+    assert groups.expert_data_groups(sizes, fold_sequence=fold)[0] == data
+    assert groups.dense_gradient_groups(sizes)[0] == dense
 
 
 @pytest.mark.parametrize("fold", [False, True])
 def test_both_expert_views_cross_each_other_once(fold):
     sizes = sizes_of(pipeline=2, data=2, fsdp=3, expert=4, sequence=2)
-    for model in axes.expert_model_groups(sizes, fold_sequence=fold):
-        for data in axes.expert_data_groups(sizes, fold_sequence=fold):
+    for model in groups.expert_model_groups(sizes, fold_sequence=fold):
+        for data in groups.expert_data_groups(sizes, fold_sequence=fold):
             assert len(set(model) & set(data)) <= 1
-    ranks = [r for group in axes.expert_data_groups(sizes, fold_sequence=fold) for r in group]
+    ranks = [r for group in groups.expert_data_groups(sizes, fold_sequence=fold) for r in group]
     assert sorted(ranks) == list(range(math.prod(sizes.values())))
 
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,6 +99,19 @@ def test_microbatch_scope_is_instance_scope_of_the_rows_joined():
     )
 
 
+@pytest.mark.parametrize("scope", SCOPES)
+def test_instance_scope_alone_does_not_depend_on_how_rows_are_divided(scope):
+    """Four rows in one microbatch, or in two, whose sums are added up."""
+    config, _, scores, experts = batch(rows=4, scope=scope)
+    sums = []
+    for size in (4, 2):
+        cuts = [slice(start, start + size) for start in range(0, 4, size)]
+        real = padding(8, 5, 3, 8)
+        terms = [balance_terms(scores[c], experts[c], real[c], config=config) for c in cuts]
+        sums.append(sum(float(balance_sum(one, 2)) for one in terms))
+    assert (abs(sums[0] - sums[1]) < 1e-5) == (scope == "instance")
+
+
 @pytest.mark.parametrize("poison", [np.nan, 1e4])
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid"])
@@ -113,7 +127,7 @@ def test_padding_and_empty_rows_reach_no_loss_and_no_gradient(poison, scope, gat
     inputs = (found.scores, found.logits)
     clean = grad(*inputs)
     dirty = grad(*(jnp.where(real[..., None], value, poison) for value in inputs))
-    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    chex.assert_trees_all_equal(dirty, clean)
     assert np.isfinite(clean[0])
     assert all(not value[~real].any() and value[real].any() for value in dirty[1])
 

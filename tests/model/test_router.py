@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, PartitionSpec
 
+from olmo_jax.arch.parameters import block
 from olmo_jax.config.records import InitConfig, ModelConfig, RouterConfig
 from olmo_jax.model.balance import bias_update, expert_counts
 from olmo_jax.model.initialise import ExpertBias, Initialiser
@@ -200,7 +202,7 @@ def test_a_router_bias_of_zero_is_no_bias():
     x, weight = tokens_and_weight()
     for name in ("bias", "score_bias"):
         with_zeros = plain_route(x, weight, **{name: jnp.zeros(8)})
-        jax.tree.map(np.testing.assert_array_equal, with_zeros, plain_route(x, weight))
+        chex.assert_trees_all_equal(with_zeros, plain_route(x, weight))
 
 
 @pytest.mark.parametrize("gating", ["softmax", "topk_softmax", "sigmoid"])
@@ -255,7 +257,7 @@ def test_bfloat16_tokens_are_routed_in_float32():
     found = plain_route(rounded, weight)
     wanted = plain_route(rounded.astype(jnp.float32), weight)
     assert found.weights.dtype == jnp.float32
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    chex.assert_trees_all_equal(found, wanted)
     products = list(equations(jax.make_jaxpr(plain_route)(rounded, weight).jaxpr, "dot_general"))
     assert [eqn.params["precision"] for eqn in products] == [(lax.Precision.HIGHEST,) * 2]
 
@@ -299,7 +301,7 @@ def test_padding_changes_no_other_token_and_no_gradient(poison, gating):
     grad = jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
     (_, clean), clean_grads = grad(x, weight)
     (_, dirty), dirty_grads = grad(jnp.where(real[..., None], x, poison), weight)
-    jax.tree.map(np.testing.assert_array_equal, (dirty, dirty_grads), (clean, clean_grads))
+    chex.assert_trees_all_equal((dirty, dirty_grads), (clean, clean_grads))
     assert not dirty_grads[0][~real].any()
 
 
@@ -402,7 +404,8 @@ def small_model(**router):
 
 
 def make_router(model):
-    return Router(model, Initialiser(jax.random.key(0), model, "body.router.", np.array(1)))
+    make = Initialiser(jax.random.key(0), model, block(model, routed=True), layers=np.array(1))
+    return Router(model, make.inside("moe").inside("router"))
 
 
 def test_leaves_are_those_that_the_config_asks_for():
@@ -443,7 +446,7 @@ def test_the_module_routes_by_its_leaves():
         config=model.router,
         top_k=3,
     )
-    jax.tree.map(np.testing.assert_array_equal, router(x, jnp.ones((2, 6), bool)), wanted)
+    chex.assert_trees_all_equal(router(x, jnp.ones((2, 6), bool)), wanted)
 
 
 def test_shards_route_their_tokens_as_the_whole_batch_is_routed():

@@ -1,5 +1,6 @@
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +81,7 @@ def test_the_hidden_state_of_an_ignored_token_changes_nothing(poison):
     poisoned = jnp.where((labels == -100)[:, None], poison, hidden)
     clean = sums_and_gradients(hidden, weight, labels, 16)
     dirty = sums_and_gradients(poisoned, weight, labels, 16)
-    jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+    chex.assert_trees_all_equal(clean, dirty)
     assert not np.any(np.asarray(clean[1][0])[np.asarray(labels) == -100])
 
 

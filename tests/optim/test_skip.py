@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,7 +68,7 @@ def test_a_bad_step_is_skipped_and_forgotten(bad, which):
             sigma=9.0,
         )
         assert [not take for take in taken] == [i == place for i in range(5)]
-        jax.tree.map(np.testing.assert_array_equal, history, expected)
+        chex.assert_trees_all_equal(history, expected)
 
 
 def test_a_refused_step_enters_the_history_and_the_oldest_one_leaves():
@@ -123,4 +124,4 @@ def test_keep_selects_whole_trees():
     new, old = {"a": jnp.ones(2), "n": jnp.int32(1)}, {"a": jnp.full(2, jnp.nan), "n": jnp.int32(0)}
     for take, expected in ((True, new), (False, old)):
         got = skip.keep(jnp.bool_(take), new, old)
-        jax.tree.map(np.testing.assert_array_equal, got, expected)
+        chex.assert_trees_all_equal(got, expected)

@@ -3,6 +3,7 @@
 import math
 from functools import cache
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -203,8 +204,7 @@ def check_steps(program, rates):
     state = cases.state_of(program, main)
     for batch, rate, line in zip(batches, rates, lines, strict=True):
         state, metrics = program.step(state, program.put(batch), rate)
-        for name, value in line.items():
-            np.testing.assert_allclose(metrics[name], value, rtol=ROUNDING, err_msg=name)
+        chex.assert_trees_all_close({name: metrics[name] for name in line}, line, rtol=ROUNDING)
     cases.assert_close(cases.unstaged(program, state.main), weights, ROUNDING)
     assert_replicas_agree(state)
     return state
@@ -294,8 +294,8 @@ def test_values_of_padding_change_nothing(program_of, steps):
     for config in BOTH_METHODS:
         state, metrics, _ = steps(config)
         again, same_metrics, _ = first_step(program_of(config), other)
-        jax.tree.map(np.testing.assert_array_equal, metrics, same_metrics)
-        jax.tree.map(np.testing.assert_array_equal, cases.host(state), cases.host(again))
+        chex.assert_trees_all_equal(metrics, same_metrics)
+        chex.assert_trees_all_equal(cases.host(state), cases.host(again))
 
 
 @pytest.mark.matrix
@@ -304,7 +304,7 @@ def test_values_of_padding_change_nothing(program_of, steps):
 @pytest.mark.parametrize("microbatch", [1, 2])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_accumulation_changes_no_gradient(num_microbatches, microbatch, router, method, program_of):
-    """One batch of 16 rows over ever fewer ranks; every mesh cuts it differently."""
+    """One batch of 16 rows over ever fewer ranks; every mesh divides it differently."""
     ranks = cases.ROWS // (num_microbatches * microbatch)
     if ranks > 8:
         mesh, rows = {"data": 4, "expert": 2}, 8

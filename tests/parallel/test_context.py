@@ -32,7 +32,7 @@ def inputs(length, heads, kv_heads, *, width=4, rows=2, dtype="float32"):
 
 
 def documents(length, *, rows=2):
-    """Borders at odd places; a document over several ranks; row 1 ends in padding."""
+    """Borders at odd positions; a document over several ranks; row 1 ends in padding."""
     draw = np.random.default_rng(length)
     ids = np.cumsum(draw.random((rows, length)) < 0.2, axis=1).astype(np.int32)
     ids[0, : length // 2 + 1] = 0
@@ -65,14 +65,14 @@ def value_and_gradients(attend, q, k, v, d_out, segment_ids):
 def assert_one_device(method, num_ranks, mesh, length, heads, window, segment_ids):
     given = inputs(length, *heads)
     ids = np.zeros((2, length), np.int32) if segment_ids is None else segment_ids
-    place = row_order(length, method, num_ranks)
-    laid_out = [x[:, place] for x in (*given, ids)]
+    order = row_order(length, method, num_ranks)
+    laid_out = [x[:, order] for x in (*given, ids)]
     mapped = on_ranks(method, num_ranks, mesh, window=window, segmented=segment_ids is not None)
     found = value_and_gradients(mapped, *laid_out)
     alone = partial(attention, window=window, scale=SCALE, backend="dense")
     wanted = value_and_gradients(lambda q, k, v, s: alone(q, k, v, segment_ids=s), *given, ids)
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
-        np.testing.assert_allclose(a, b[:, place], rtol=1e-5, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(a, b[:, order], rtol=1e-5, atol=2e-6, err_msg=name)
 
 
 # Heads and key heads: as many as ranks, fewer, and a number that does not divide them.
@@ -109,12 +109,12 @@ def test_attention_of_one_document_is_one_devices(method, mesh_of):
 
 
 def pairs_seen(length, num_ranks, window):
-    """Return by shift the ((query rank, place), (key rank, place)) of every allowed pair."""
-    place = row_order(length, "ring", num_ranks).reshape(num_ranks, -1)
+    """Return by shift the ((query rank, order), (key rank, order)) of every allowed pair."""
+    order = row_order(length, "ring", num_ranks).reshape(num_ranks, -1)
     seen = {}
     for me, shift in np.ndindex(num_ranks, num_ranks):
         other = (me - shift) % num_ranks
-        distance = place[me][:, None] - place[other][None, :]
+        distance = order[me][:, None] - order[other][None, :]
         allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         seen.setdefault(shift, []).append(allowed)
     return seen
@@ -232,10 +232,10 @@ def test_gradients_of_the_copies_of_a_key_head_are_summed_in_fp32():
 def test_the_places_that_a_rank_computes_are_those_that_the_row_was_cut_by(
     method, num_ranks, mesh_of
 ):
-    def places():
+    def positions():
         return context.offsets(method, num_ranks, 10)
 
     mapped = jax.shard_map(
-        places, mesh=mesh_of(sequence=num_ranks), in_specs=(), out_specs=P("sequence")
+        positions, mesh=mesh_of(sequence=num_ranks), in_specs=(), out_specs=P("sequence")
     )
     np.testing.assert_array_equal(mapped(), row_order(10 * num_ranks, method, num_ranks))

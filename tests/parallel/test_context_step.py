@@ -6,13 +6,13 @@ than 4 ranks.
 
 from functools import cache
 
-import jax
+import chex
 import numpy as np
 import pytest
 
+from olmo_jax.arch.labels import IGNORED
 from olmo_jax.arch.sizes import padded_length
 from olmo_jax.config.records import WindowConfig
-from olmo_jax.data.batch import IGNORED
 from olmo_jax.data.sequence_layout import lay_out
 from olmo_jax.inspect import jaxpr
 from tests import cases
@@ -155,8 +155,8 @@ def test_values_of_padding_change_nothing(name, program_of, steps):
     """Neither those of a row's end nor those that fill it up to equal pieces."""
     state, metrics, _ = steps(CASES[name])
     again, same, _ = first_step(program_of(CASES[name]), cases.scramble_padding(BATCH, 5))
-    jax.tree.map(np.testing.assert_array_equal, metrics, same)
-    jax.tree.map(np.testing.assert_array_equal, cases.host(state), cases.host(again))
+    chex.assert_trees_all_equal(metrics, same)
+    chex.assert_trees_all_equal(cases.host(state), cases.host(again))
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_bf16_gradients_are_as_close_to_fp32_as_those_of_whole_rows(parallel, pr
 @pytest.mark.parametrize("context", ["ulysses", "ring"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("length", [23, 24, 48])
-def test_tokens_labels_positions_ids_and_masks_are_cut_alike(context, num_ranks, length):
-    """Every position goes to one rank with all that belongs to it; what fills up counts nowhere."""
+def test_tokens_labels_positions_ids_and_masks_are_divided_alike(context, num_ranks, length):
+    """Every position goes to one rank with all that belongs to it; what is added is padding."""
     batch = cases.unkind_batch(1, length=length)
     laid_out = lay_out(batch, context, num_ranks)
     assert laid_out.tokens.shape[1] == padded_length(length, context, num_ranks)
@@ -210,7 +210,7 @@ def test_tokens_labels_positions_ids_and_masks_are_cut_alike(context, num_ranks,
     assert added.sum() == laid_out.tokens.size - batch.tokens.size
     assert not laid_out.padding_mask[added].any()
     assert (laid_out.labels[added] == IGNORED).all()
-    fields = ("tokens", "labels", "segment_ids", "positions", "real")
+    fields = ("tokens", "labels", "segment_ids", "positions", "padding_mask")
     for row in range(len(batch.tokens)):
         before, after = (
             np.stack([np.asarray(getattr(b, name)[row]) for name in fields])

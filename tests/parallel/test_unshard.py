@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from olmo_jax.mesh.axes import AXES
 from olmo_jax.mesh.specs import Spec, added_axes
 from olmo_jax.ops.linear import linear
+from olmo_jax.ops.varying import vary_everywhere
 from olmo_jax.parallel import fsdp, unshard
 from olmo_jax.parallel.ddp import attach
 from olmo_jax.parallel.reductions import max_everywhere, sum_everywhere, sum_over
@@ -23,8 +24,8 @@ def test_the_gradient_of_a_bf16_weight_is_fp32_and_goes_to_its_sink():
     x = jnp.ones((4096, 3), jnp.bfloat16)
 
     def loss(accumulator):
-        kept = {"w": unshard.WeightShard(weight, accumulator, dtype=BF16), "mask": jnp.ones(2)}
-        read, rows = unshard.unshard({"unit": kept}, x)
+        shards = {"w": unshard.WeightShard(weight, accumulator, dtype=BF16), "mask": jnp.ones(2)}
+        read, rows = unshard.unshard({"unit": shards}, x)
         read = read["unit"]
         assert read["w"].dtype == jnp.float32
         return linear(rows, read["w"]).astype(jnp.float32).sum() + read["mask"].sum()
@@ -47,7 +48,7 @@ def mesh(mesh_of):
 
 def test_gradients_stay_on_the_device_until_they_are_reduced(mesh):
     def step(weight, x):
-        weights = unshard.vary_everywhere({"w": weight})
+        weights = vary_everywhere({"w": weight})
 
         def loss(accumulators):
             weight, rows = unshard.unshard(unshard.WeightShard(weights["w"], accumulators["w"]), x)
@@ -69,30 +70,28 @@ LEAVES = {
     "an_axis_each": (P(None, None), P("expert", "fsdp")),
     "one_axis": (P(None, None), P("fsdp", None)),
     "experts": (P("expert", None), P(("expert", "fsdp"), None)),
-    "not_cut": (P(None, None), P(None, None)),
+    "not_divided": (P(None, None), P(None, None)),
 }
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["at_use", "before"])
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_cut_weight_is_read_whole_in_bf16_and_its_gradient_is_summed_over_the_cut(
-    name, gathered, mesh
-):
+def test_a_divided_weight_is_read_whole_in_bf16_and_its_gradient_is_summed(name, gathered, mesh):
     compute, resident = LEAVES[name]
     draw = np.random.default_rng(0)
     main = draw.normal(size=(8, 12)).astype(np.float32)
     # As many cotangents as ranks: each its own, of the part of the weight that it computes with.
     rows = 4 if compute[0] == "expert" else 8
     cotangents = draw.normal(size=(8, rows, 12)).astype(np.float32)
-    cut = added_axes(Spec(*compute), Spec(*resident))
+    added = added_axes(Spec(*compute), Spec(*resident))
 
     def step(shard, cotangent):
-        own = unshard.vary_everywhere({"w": shard})["w"]
-        weight = fsdp.gather(own, cut, BF16) if gathered else own
+        own = vary_everywhere({"w": shard})["w"]
+        weight = fsdp.gather(own, added, BF16) if gathered else own
 
         def read(accumulator):
             return unshard.unshard(
-                unshard.WeightShard(weight, accumulator, cut, gathered=gathered, dtype=BF16), ()
+                unshard.WeightShard(weight, accumulator, added, gathered=gathered, dtype=BF16), ()
             )[0]
 
         whole, pull = jax.vjp(read, unshard.zeros({"w": own})["w"])
@@ -106,19 +105,25 @@ def test_a_cut_weight_is_read_whole_in_bf16_and_its_gradient_is_summed_over_the_
     coordinates: list[dict[str, Any]] = [
         dict(zip(AXES, np.unravel_index(rank, (1, 2, 2, 2, 1)), strict=True)) for rank in range(8)
     ]
-    used = {axis for _, axes in cut for axis in axes}
-    for rank, place in enumerate(coordinates):
-        half = slice(4 * place["expert"], 4 * place["expert"] + 4) if rows == 4 else slice(None)
+    used = {axis for _, axes in added for axis in axes}
+    for rank, coordinate in enumerate(coordinates):
+        half = (
+            slice(4 * coordinate["expert"], 4 * coordinate["expert"] + 4)
+            if rows == 4
+            else slice(None)
+        )
         np.testing.assert_array_equal(whole[rank], rounded[half])
         group = [
             r
             for r, other in enumerate(coordinates)
-            if all(other[axis] == place[axis] for axis in AXES if axis not in used)
+            if all(other[axis] == coordinate[axis] for axis in AXES if axis not in used)
         ]
         summed = cotangents[group].sum(axis=0)
-        for dim, axes in cut:
+        for dim, axes in added:
             parts = np.split(summed, 2 ** len(axes), axis=dim)
-            summed = parts[int(np.ravel_multi_index([place[a] for a in axes], [2] * len(axes)))]
+            summed = parts[
+                int(np.ravel_multi_index([coordinate[a] for a in axes], [2] * len(axes)))
+            ]
         np.testing.assert_allclose(gradients[rank], summed, rtol=1e-6, atol=1e-6)
 
 
@@ -129,6 +134,6 @@ def test_sums_and_maxima_over_ranks(mesh):
 
     run = jax.shard_map(reductions, mesh=mesh, in_specs=P(AXES), out_specs=(P(AXES), P(), P()))
     some, every, most = jax.jit(run)(np.arange(8))
-    # Ranks with the same place along `expert` are 0 2 4 6 and 1 3 5 7.
+    # Ranks with the same coordinate along `expert` are 0 2 4 6 and 1 3 5 7.
     np.testing.assert_array_equal(some, [12, 16] * 4)
     assert (every, most) == (28, 7)

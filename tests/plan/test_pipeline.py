@@ -25,7 +25,7 @@ from olmo_jax.parallel.pipeline import bubble, executor, of_layout, peak_live
 from olmo_jax.parallel.pipeline.segments import tables
 from olmo_jax.plan import slots
 from olmo_jax.plan.flops import hardware_flops
-from olmo_jax.plan.passes import num_ticks
+from olmo_jax.plan.pass_counts import num_ticks
 from olmo_jax.plan.state_memory import state_memory
 from olmo_jax.train.program import build
 from tests import cases
@@ -100,7 +100,7 @@ def traced(config):
         patch.setattr(executor, "at_the_start", at_the_start)
         arguments = program.abstract_arguments()
         step = jaxpr.live(program.jitted.trace(*arguments).jaxpr)
-    shapes = seen["machine"].cuts.body.shapes.kept
+    shapes = seen["machine"].parts.body.shapes.saved
     return Traced(
         collectives=counted(step, dict(config.mesh)),
         flops=jaxpr.matmul_flops(step),
@@ -247,9 +247,9 @@ def test_every_schedule_sends_what_the_plan_says(config):
 
 
 @pytest.mark.parametrize("config", ALL)
-def test_executed_flops_are_those_of_every_tick(config):
-    executed = hardware_flops(layout_of(config))
-    assert sum(executed.values(), start=Flops()).total == traced(config).flops
+def test_hardware_flops_are_those_of_every_tick(config):
+    hardware = hardware_flops(layout_of(config))
+    assert sum(hardware.values(), start=Flops()).total == traced(config).flops
 
 
 @pytest.mark.parametrize("config", ALL)
@@ -312,14 +312,16 @@ def test_closed_forms_are_those_of_the_schedules(name, ranks, chunks, groups):
     np.testing.assert_array_equal(live, peak_live(schedule))
 
 
-def executed(config):
+def hardware(config):
     return sum(hardware_flops(layout_of(config)).values(), start=Flops()).total
 
 
 @pytest.mark.parametrize("microbatches", [8, 32])
-@pytest.mark.parametrize(("layers", "waste"), [(10, 0), (9, 1), (7, 3)])
-def test_executed_flops_are_one_devices_stretched_by_bubble_and_places(layers, waste, microbatches):
-    """The padding is what idle ticks and empty places add, and nothing else."""
+@pytest.mark.parametrize(("layers", "padding"), [(10, 0), (9, 1), (7, 3)])
+def test_hardware_flops_are_one_devices_stretched_by_bubble_and_padding(
+    layers, padding, microbatches
+):
+    """The padding is what idle ticks and padding layers add, and nothing else."""
     # Four ranks divide the rows of the head.
     train = {"sequence_length": 64}
     four = config_of(
@@ -329,14 +331,14 @@ def test_executed_flops_are_one_devices_stretched_by_bubble_and_places(layers, w
         model={"num_layers": layers},
         train=train,
     )
-    assert body_stages(four.model, 4, 2).num_padding == waste
+    assert body_stages(four.model, 4, 2).num_padding == padding
     one, longer = (
-        executed(config_of({}, {}, microbatches, model={"num_layers": n}, train=train))
+        hardware(config_of({}, {}, microbatches, model={"num_layers": n}, train=train))
         for n in (layers, layers + 1)
     )
     body = (layers - 2) * (longer - one)
     stretched = Fraction(body * 8, layers - 2) / (1 - bubble(_schedule(four)))
-    assert executed(four) == (stretched + one - body) / 4
+    assert hardware(four) == (stretched + one - body) / 4
 
 
 @pytest.mark.matrix

@@ -141,7 +141,7 @@ QUICK = ("tiny_64e", "ultra_256e")
 )
 def test_the_command_says_what_a_recipe_needs(name, capsys):
     said = command(capsys, FOLDER / f"{name}.yaml", "--hardware", "b300")
-    for words in ("parameters", "useful a token", "time of a step", "MFU", "checkpoint"):
+    for words in ("parameters", "model FLOPs a token", "time of a step", "MFU", "checkpoint"):
         assert words in said
     assert ("fits: " in said) or ("would fit with" in said) or ("no single change" in said)
     assert said.count("> ") == 1

@@ -18,7 +18,7 @@ MI = 2**20
 
 # Source: the report, table 30 and appendix B.10. Active and total parameters in units of 1e9;
 # tokens of a step in Mi; tokens of a rank's microbatch; EP, PP; devices; microbatches of a step;
-# useful GFLOP a token by the report's rates.
+# model GFLOP a token by the report's rates.
 RECIPES = {
     "tiny_64e": ("1.59", "12.91", 8, 65_536, 1, 1, 16, 8, "9.90"),
     "small_64e": ("4.29", "40.86", 24, 24_576, 8, 1, 128, 8, "29.05"),

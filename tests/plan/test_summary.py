@@ -16,11 +16,12 @@ from olmo_jax.config.records import (
     TrainConfig,
     WindowConfig,
 )
+from olmo_jax.formatting import amount
 from olmo_jax.mesh.axes import AXES
 from olmo_jax.mesh.layout import Layout
 from olmo_jax.plan.slots import slot_bytes
 from olmo_jax.plan.state_memory import whole_when_saved
-from olmo_jax.plan.summary import amount, summary, warnings
+from olmo_jax.plan.summary import summary, warnings
 from tests.cases import layout_of
 
 

@@ -32,12 +32,6 @@ WRONG = [
         "groups of mesh.pipeline=2; use train.global_batch=4 or 8",
     ),
     (
-        "mesh.pipeline=2 parallel.pipeline_schedule=v",
-        "parallel.pipeline_schedule=v cannot be executed",
-        "units of time",
-        "use interleaved, 1f1b or gpipe",
-    ),
-    (
         "mesh.pipeline=2 parallel.pipeline_schedule=1f1b parallel.pipeline_chunks=3 "
         "model.num_layers=9",
         "parallel.pipeline_chunks=3 does not go with parallel.pipeline_schedule=1f1b",

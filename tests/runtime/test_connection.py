@@ -1,5 +1,6 @@
 """Joining the other processes, and the messages where that fails."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -32,11 +33,42 @@ def test_a_coordinator_that_nobody_reaches_is_named() -> None:
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "node7"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_port_in_use_is_named(host: str, shared: bool) -> None:
+    with socket.socket() as other:
+        if shared:
+            # As another job's coordinator: two of them would both listen.
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UserError) as raised:
+            connection.connect(Processes(0, 2, f"{host}:{port}", connect_timeout_s=0.5))
+    said = str(raised.value)
+    assert said.startswith(f"process 0 cannot listen on port {port} (Address already in use)")
+    assert f"OLMO_JAX_COORDINATOR={host}:{port}" in said
+
+
+def test_a_port_whose_last_connections_are_closing_is_free() -> None:
+    with socket.socket() as server:
+        # As gRPC does.
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        address = server.getsockname()
+        with socket.create_connection(address), server.accept()[0] as connected:
+            # Who closes first keeps the port for a minute.
+            connected.close()
+    connection._refuse_taken_port(f"127.0.0.1:{address[1]}")
+
+
 def test_processes_that_do_not_come_are_not_waited_for_for_ever() -> None:
     address = f"127.0.0.1:{free_port()}"
     code = (
-        "from olmo_jax.cli import main; from olmo_jax.launch.connection import connect;"
-        "from olmo_jax.launch.processes import Processes, exit_process; from olmo_jax.errors import *\n"
+        "from olmo_jax.cli import main; from olmo_jax.runtime.connection import connect\n"
+        "from olmo_jax.runtime.processes import Processes, exit_process\n"
+        "from olmo_jax.errors import UserError\n"
         f"try: connect(Processes(0, 2, {address!r}, connect_timeout_s=0.5))\n"
         "except UserError as error: print(error); exit_process(1)"
     )

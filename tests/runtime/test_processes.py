@@ -94,7 +94,7 @@ def test_a_missing_variable_is_named(name: str) -> None:
 def test_an_exception_ends_the_process_at_once() -> None:
     """The interpreter's own exit would wait for the others, which wait for this one."""
     code = (
-        "import atexit, sys; from olmo_jax.launch.processes import exit_with_traceback\n"
+        "import atexit, sys; from olmo_jax.runtime.processes import exit_with_traceback\n"
         "atexit.register(print, 'an orderly exit')\n"
         "sys.excepthook = exit_with_traceback\n"
         "raise ValueError('as it was')"

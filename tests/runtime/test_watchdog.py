@@ -60,7 +60,7 @@ def test_many_ranks_make_no_long_line() -> None:
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    given = "import time; from olmo_jax.launch.watchdog import Watchdog\n" + code
+    given = "import time; from olmo_jax.runtime.watchdog import Watchdog\n" + code
     return subprocess.run(
         [sys.executable, "-c", given], capture_output=True, text=True, timeout=60, check=False
     )

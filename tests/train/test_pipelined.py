@@ -1,5 +1,6 @@
 """Steps of a pipeline against one device without collectives: gradients, losses, counts."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,8 +67,7 @@ def check(program, **blocks):
             "expert_counts": counts,
             "max_load": (counts.max(-1) / counts.mean(-1)).max(),
         }
-    for name, value in values.items():
-        np.testing.assert_allclose(metrics[name], value, rtol=ROUNDING, err_msg=name)
+    chex.assert_trees_all_close({name: metrics[name] for name in values}, values, rtol=ROUNDING)
     assert metrics["tokens"] == batch.padding_mask.sum()
     assert (metrics["drop_rate"], metrics["skipped"], metrics["stop"]) == (0, 0, 0)
     return state, metrics, gradients
@@ -95,7 +95,7 @@ def test_a_step_with_experts_data_and_empty_places_is_one_devices(with_experts):
     bias = np.array(state.expert_bias[cases.EXPERT_BIAS])
     np.testing.assert_allclose(bias, moved, atol=1e-7)
     # Weights that no layer has stay zero, through decay too.
-    for leaves in (state.main, state.moments["mu"], state.moments["nu"]):
+    for leaves in (state.main, state.opt_state.mu, state.opt_state.nu):
         cases.unstaged(program, leaves)
 
 
@@ -113,7 +113,7 @@ def test_evaluation_is_the_training_loss_and_changes_nothing(with_experts):
     before = cases.host(state)
     found = cases.host(program.evaluate(state, program.put(BATCH)))
     np.testing.assert_allclose(found["ce_sum"] / found["counted"], metrics["loss"], rtol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, cases.host(state), before)
+    chex.assert_trees_all_equal(cases.host(state), before)
 
 
 @matrix
@@ -131,10 +131,8 @@ def test_a_checkpoint_has_the_layers_in_order(mesh, program_of):
     state = cases.state_of(program, weights)
     stored = cases.host(program.stored(state).main)
     found = cases.host(program.restored(program.stored(state)).main)
-    ours = cases.host(state.main)
-    for name, leaf in weights.items():
-        np.testing.assert_array_equal(stored[name], leaf, err_msg=name)
-        np.testing.assert_array_equal(found[name], ours[name], err_msg=name)
+    chex.assert_trees_all_equal(stored, weights)
+    chex.assert_trees_all_equal(found, cases.host(state.main))
 
 
 @matrix
@@ -142,8 +140,7 @@ def test_the_first_weights_do_not_depend_on_stages(program_of):
     config = config_of({"pipeline": 2, "data": 2, "expert": 2}, 2, router=AUXILIARY_X1000)
     staged, plain = program_of(config), program_of(config_of({}))
     ours = cases.unstaged(staged, staged.init().main)
-    for name, leaf in plain.init().main.items():
-        np.testing.assert_array_equal(ours[name], leaf, err_msg=name)
+    chex.assert_trees_all_equal(ours, cases.host(plain.init().main))
 
 
 MESHES = {
@@ -305,8 +302,8 @@ def test_what_idle_ranks_hold_and_send_changes_nothing(poison, with_experts, mon
     monkeypatch.setattr(ticks, "_backward", poisoned(ticks._backward, poison))
     _, metrics, gradients = first_step(build_here(WITH_EXPERTS))
     _, (_, clean, expected) = with_experts
-    jax.tree.map(np.testing.assert_array_equal, metrics, clean)
-    jax.tree.map(np.testing.assert_array_equal, gradients, expected)
+    chex.assert_trees_all_equal(metrics, clean)
+    chex.assert_trees_all_equal(gradients, expected)
 
 
 @matrix

@@ -87,7 +87,7 @@ def test_bf16_gradients_of_a_long_microbatch_are_close_to_fp32(num_chunks, progr
 
 @pytest.mark.parametrize("parallel", [None, {"method": "fsdp"}], ids=["ddp", "hsdp"])
 def test_bf16_gradients_of_eight_devices_are_as_close_as_those_of_one(parallel, program_of):
-    # LossSums over 700 tokens of random labels are small beside their addends: the worst leaf, a gain
+    # Sums over 700 tokens of random labels are small beside their addends: the worst leaf, a gain
     # of 6 numbers, is off by 0.0495 on eight devices and, in the same arithmetic, on one.
     program = program_of(cases.bf16_on_eight(4, parallel))
     check_against_fp32(program, cases.unkind_batch(0, rows=32), 0.06)

@@ -155,7 +155,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert_same_run(run_dir, whole)
     assert (run_dir / "report.png").is_file()
     said = capsys.readouterr().out
-    assert f"going on from {run_dir}/checkpoints/step_4: 4 steps, 16 sequences, 368 tokens" in said
+    assert f"resuming from {run_dir}/checkpoints/step_4: 4 steps, 16 sequences, 368 tokens" in said
     assert "4 lines of steps that are taken again are dropped" in said
     assert "1 half-written lines are dropped" in said
     assert "trained 8 steps, 4 steps of them now" in said
@@ -171,7 +171,7 @@ def test_a_run_that_was_told_to_stop_goes_on_from_there(
     run_dir = tmp_path / "run"
     train(at(config, run_dir), before=stop_in_step_3)
     assert read_saved(run_dir).position == (3, 3 * GLOBAL_BATCH, 3 * GLOBAL_BATCH * cases.LENGTH)
-    assert "the same command goes on from here" in capsys.readouterr().out
+    assert "the same command resumes from here" in capsys.readouterr().out
     train(at(config, run_dir))
     assert_same_run(run_dir, whole)
 

@@ -50,6 +50,26 @@ def test_tokens_come_as_often_as_the_softmax_says() -> None:
     np.testing.assert_allclose(np.bincount(drawn) / 20_000, probabilities, atol=0.014)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-38, 1e-9])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_small_temperature_takes_the_likeliest_token(temperature: float, dtype: type) -> None:
+    generator = np.random.default_rng(0)
+    for logits in ([3.0, 1.0, 3.5, -2.0], [-9.0, -8.0, -7.0, -30.0], [0.0, 0.0, 1e-6, 0.0]):
+        drawn = {
+            pick(np.array(logits, dtype), temperature=temperature, generator=generator)
+            for _ in range(50)
+        }
+        assert drawn == {2}
+
+
+def test_a_large_temperature_takes_every_token_alike() -> None:
+    generator = np.random.default_rng(0)
+    logits = np.array([3.0, -50.0, 20.0, 0.0], np.float32)
+    drawn = [pick(logits, temperature=1e300, generator=generator) for _ in range(4000)]
+    # Four standard deviations of a share of 4,000 draws.
+    np.testing.assert_allclose(np.bincount(drawn) / 4000, np.full(4, 0.25), atol=0.028)
+
+
 def test_a_seed_repeats_its_text() -> None:
     def draw(seed: int) -> list[int]:
         generator = np.random.default_rng(seed)

@@ -1,5 +1,6 @@
 """The first state: the same on every mesh, two buffers a weight, laid out by the two specs."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -20,15 +21,15 @@ def first(program_of):
 )
 def test_first_weights_do_not_depend_on_the_mesh(mesh, first, program_of):
     other = program_of(cases.tiny(mesh)).init()
-    jax.tree.map(np.testing.assert_array_equal, cases.host(first), cases.host(other))
+    chex.assert_trees_all_equal(cases.host(first), cases.host(other))
 
 
 def test_weights_start_as_drawn_and_the_rest_at_zero(first):
     assert np.std(first.main["embedding.weight"]) == pytest.approx(0.02, rel=0.1)
     assert (np.asarray(first.main["head.norm.gain"]) == 1).all()
-    for leaf in jax.tree.leaves((first.moments, first.expert_bias, first.history, first.step)):
+    for leaf in jax.tree.leaves((first.opt_state, first.expert_bias, first.history, first.step)):
         assert not np.asarray(leaf).any()
-    jax.tree.map(np.testing.assert_array_equal, first.weights, first.main)
+    chex.assert_trees_all_equal(first.weights, first.main)
 
 
 def test_main_and_compute_weights_are_two_buffers(first):
@@ -51,7 +52,7 @@ def test_a_rank_holds_its_share_of_the_optimizer_and_of_the_experts(first):
     experts = "body.moe.experts.up_gate"
     assert held(first.weights["embedding.weight"]) == 1
     assert held(first.weights[experts]) == 1 / 4
-    for tree in (first.main, first.moments["mu"], first.moments["nu"]):
+    for tree in (first.main, first.opt_state.mu, first.opt_state.nu):
         assert held(tree["embedding.weight"]) == held(tree[experts]) == 1 / 8
         # 6 numbers divide over data, not over 4 expert ranks.
         assert held(tree["leading.0.attention.q_norm.gain"]) == 1 / 2

@@ -39,7 +39,7 @@ from olmo_jax.train.loop import (
 )
 from olmo_jax.train.metrics import MetricsFile, read, truncate
 from olmo_jax.train.program import Program
-from olmo_jax.train.progress import StepProgress, duration, in_background
+from olmo_jax.train.progress import StepProgress, in_background
 from olmo_jax.train.state import State
 from olmo_jax.train.trace import Trace
 from olmo_jax.train.training_run import speed, summary
@@ -224,7 +224,8 @@ def test_a_step_is_read_after_the_next_one_is_dispatched(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.usefixtures("signals_of_a_terminal")
 def test_a_signal_ends_the_run_after_the_step_it_meets(tmp_path: Path, number: int) -> None:
     ran = run(tmp_path, config_of(9, eval_every=4), signals={4: number}, held_out=1)
     assert [line["step"] for line in ran.lines] == [1, 2, 3, 4]
@@ -254,6 +255,7 @@ def test_several_processes_wait_until_the_stop_has_reached_all(
     ]
 
 
+@pytest.mark.usefixtures("signals_of_a_terminal")
 def test_a_second_ctrl_c_interrupts() -> None:
     with StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -690,14 +692,6 @@ def test_the_summary_says_what_came_out_and_what_was_written(tmp_path: Path) -> 
 def test_speed_leaves_the_first_step_out() -> None:
     lines = [{"tokens_per_s": 1.0, "step_time_s": 100.0}, {"tokens_per_s": 500.0, "step_time_s": 2}]
     assert speed(config_of(2), lines).startswith("500 tokens/s, ")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0 s"), (59.7, "1 min 00 s"), (185.0, "3 min 05 s"), (3720.0, "1 h 02 min")],
-)
-def test_a_duration_is_read_at_a_glance(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_what_fails_in_the_background_fails_in_front() -> None:

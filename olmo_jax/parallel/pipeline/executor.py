@@ -1,13 +1,13 @@
-"""A lock-step schedule executed: forward, losses and backward of a pipelined model in one program.
+"""A schedule executed: forward, losses and backward of a pipelined model in one program.
 
-A model is cut in three. The body's layers are divided over `pipeline`; a stage is one chunk of
+A model has three parts. The body's layers are divided over `pipeline`; a stage is one chunk of
 them. The first part (embedding, leading blocks) and the last (norm, head, loss) are replicated over
 `pipeline` and their work is divided: the first part's by microbatch, one of each group of P on each
 rank, the last part's by row.
 
 Every rank runs the same program. In a tick each runs a forward and a backward of some chunk; a rank
-that the schedule leaves idle runs one of no account. Control flow follows the schedule's numbers
-alone: scans of known length, no conditional (see `segments`).
+that the schedule leaves idle runs one whose results are not used. Control flow depends on the
+schedule alone: scans of known length, no conditional (see `segments`).
 """
 
 from typing import Any
@@ -18,11 +18,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
 
-from olmo_jax.errors import UserError
 from olmo_jax.ops.varying import vary_everywhere
 from olmo_jax.parallel.pipeline import segments
 from olmo_jax.parallel.pipeline.parts import Parts, Tree, pick
-from olmo_jax.parallel.pipeline.schedule import Schedule, refusal
+from olmo_jax.parallel.pipeline.schedule import Schedule
 from olmo_jax.parallel.pipeline.setup import Carry, Setup, assemble, at_the_start
 from olmo_jax.parallel.pipeline.ticks import advance, argument
 
@@ -44,31 +43,32 @@ def run(
     divisors in it), and sums, which are not (counts, losses to report):
 
     - `first(accumulators, data) -> (x, share, sums)`: a microbatch's input to the body;
-    - `body(accumulators, x, data, chunk) -> (y, share, sums)`: one of this rank's chunks; y is like x;
-    - `last(accumulators, rows, labels) -> (share, sums)`: some rows [t, D] of the body's output, and their
-      labels [t]. Rows that do not count have the label `ignored`.
+    - `body(accumulators, x, data, chunk) -> (y, share, sums)`: one of this rank's chunks; y has
+      the shape and dtype of x;
+    - `last(accumulators, rows, labels) -> (share, sums)`: some rows [t, D] of the body's output,
+      and their labels [t], `ignored` for a row outside the loss mask.
 
     They close over the weights, as this device's own (varying over all axes), and over whatever
     else is the same for all microbatches. What differs is `data`, leaves [M, ...], which all
-    pipeline ranks have. A loop over layers reads each where it lies, `pick(weights, chunk, layer)`:
-    a whole chunk would be copied.
+    pipeline ranks have. A loop over layers reads one layer at a time, `pick(weights, chunk,
+    layer)`: a whole chunk would be copied.
 
-    Differentiated are the `accumulators`: FP32 zeros that nobody reads, tied to weights (`ddp.attach`).
-    The body's are [chunks, ...], and `body` gets one chunk's. Gradients are like the accumulators, and
-    added up in place. Sums are added up in their own dtype; the body's come as [chunks, ...].
+    The gradient is taken of the `accumulators`: FP32 zeros that nobody reads, tied to weights
+    (`ddp.attach`). The body's are [chunks, ...], and `body` gets one chunk's. Gradients have the
+    shapes of the accumulators and are added up in place. Sums are added up in their own dtype; the
+    body's come as [chunks, ...].
 
     A layer must stand under `jax.checkpoint` with an allow-list of names. What backward needs
     beyond weights and data lies in slots, as many as a rank has live activations (see
     `segments.Tables`).
 
-    With a schedule of forwards alone, `accumulators` is None, each function gets None for them, and the
-    gradients are None.
+    With a schedule of forwards alone, `accumulators` is None, each function gets None for them,
+    and the gradients are None.
 
     Comm: along `pipeline`, in the dtype of x: two permutes of x a tick; a reduce-scatter and an
         all-gather of x a microbatch (its rows to and from the last part); an all-gather of x and a
         reduce-scatter of P times x a group of P microbatches (to and from the first part).
-    Raises: UserError for a schedule that is not in lock-step; ValueError for arrays that do not fit
-        the schedule.
+    Raises: ValueError for arrays that do not fit the schedule.
     """
     _check(schedule, accumulators, (data, labels))
     padded = _by_rank(vary_everywhere(labels), schedule.ranks, ignored)
@@ -80,9 +80,6 @@ def run(
 
 
 def _check(schedule: Schedule, accumulators: Parts | None, data: Tree) -> None:
-    reason = refusal(schedule)
-    if reason is not None:
-        raise UserError(reason)
     if (accumulators is None) != schedule.forward_only:
         given, rule = (
             ("no accumulators", "needs")
@@ -99,7 +96,7 @@ def _check(schedule: Schedule, accumulators: Parts | None, data: Tree) -> None:
 
 
 def _by_rank(labels: Int32[Array, "M T"], ranks: int, ignored: int) -> Int32[Array, "M P t"]:
-    """Return the labels of each rank's rows, with rows that do not count at the end."""
+    """Return the labels of each rank's rows, with ignored rows at the end."""
     more = -labels.shape[1] % ranks
     padded = jnp.pad(labels, ((0, 0), (0, more)), constant_values=ignored)
     return padded.reshape(len(labels), ranks, -1)
@@ -116,5 +113,6 @@ def _loop(setup: Setup, carry: Carry, loop: segments.Loop) -> Carry:
 
     if len(loop) == 1:
         return once(carry, jax.tree.map(jnp.asarray, arguments[0]))[0]
+    # Iterations differ in numbers alone, which become the scan's inputs: one copy of the code.
     stacked = jax.tree.map(lambda *values: jnp.asarray(np.stack(values)), *arguments)
     return lax.scan(once, carry, stacked)[0]

@@ -1,7 +1,7 @@
-"""The schedules by name: GPipe, 1F1B and interleaved 1F1B in lock-step ticks, and 1F1B on a V.
+"""The schedules by name: GPipe, 1F1B, interleaved 1F1B, and forwards alone.
 
-With the loop placement a microbatch moves on by one stage a tick, so two formulas give all:
-microbatches enter in groups of P, and a group is done with a stage's rank every P*V ticks.
+A microbatch moves on by one stage a tick, so two formulas give all: microbatches enter in groups
+of P, and the next group enters P*V ticks later.
 """
 
 import numpy as np
@@ -9,7 +9,6 @@ from jaxtyping import Int
 
 from olmo_jax.errors import UserError
 from olmo_jax.parallel.pipeline.schedule import Schedule, from_ticks, require_counts
-from olmo_jax.parallel.pipeline.v_shape import one_f_one_b_v
 
 
 def _require_groups(ranks: int, microbatches: int) -> None:
@@ -27,9 +26,21 @@ def _require_groups(ranks: int, microbatches: int) -> None:
 
 
 def _entries(ranks: int, chunks: int, microbatches: int) -> Int[np.ndarray, "stages microbatches"]:
-    """Return how long after the first microbatch each one reaches the k-th stage of its way."""
-    group, place = np.divmod(np.arange(microbatches), ranks)
-    return group * ranks * chunks + place + np.arange(ranks * chunks)[:, None]
+    """Return after how many ticks each microbatch reaches the k-th stage that it visits."""
+    # P=2, V=2, M=4, forwards; F21 is stage 2 and microbatch 1:
+    #
+    #     tick      0    1    2    3    4    5    6    7    8
+    #     rank 0   F00  F01  F20  F21  F02  F03  F22  F23
+    #     rank 1        F10  F11  F30  F31  F12  F13  F32  F33
+    #
+    # tick(s, m) = group * P * V + index + s. With s = chunk * P + rank,
+    #
+    #     tick - rank = group * P * V + chunk * P + index,    index < P, chunk < V.
+    #
+    # These are digits of a mixed radix: no two ops of a rank share a tick, and none is left idle
+    # between the first and the last. Stage s + 1 follows in the next tick on the next rank.
+    group, index = np.divmod(np.arange(microbatches), ranks)
+    return group * ranks * chunks + index + np.arange(ranks * chunks)[:, None]
 
 
 def interleaved(
@@ -44,8 +55,10 @@ def interleaved(
     require_counts(ranks, chunks, microbatches)
     _require_groups(ranks, microbatches)
     entries = _entries(ranks, chunks, microbatches)
+    # The way back visits stages from the last: stage s is its (P V - 1 - s)-th. It begins P V - 1
+    # ticks after the way there, which is when the last stage runs microbatch 0 forward.
     backward = ranks * chunks - 1 + entries[::-1]
-    return from_ticks(name, "loop", ranks, entries, backward, lockstep=True)
+    return from_ticks(name, ranks, entries, backward)
 
 
 def one_f_one_b(ranks: int, chunks: int, microbatches: int) -> Schedule:
@@ -71,7 +84,7 @@ def gpipe(ranks: int, chunks: int, microbatches: int) -> Schedule:
     _require_groups(ranks, microbatches)
     entries = _entries(ranks, chunks, microbatches)
     backward = entries.max() + 1 + entries[::-1]
-    return from_ticks("gpipe", "loop", ranks, entries, backward, lockstep=True)
+    return from_ticks("gpipe", ranks, entries, backward)
 
 
 def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
@@ -79,13 +92,8 @@ def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
     require_counts(ranks, chunks, microbatches)
     _require_groups(ranks, microbatches)
     entries = _entries(ranks, chunks, microbatches)
-    return from_ticks("forward", "loop", ranks, entries, None, lockstep=True)
+    return from_ticks("forward", ranks, entries, None)
 
 
-SCHEDULES = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "v": one_f_one_b_v,
-}
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 """What a training step can run: functions of (ranks, chunks, microbatches)."""

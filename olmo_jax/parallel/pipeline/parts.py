@@ -1,4 +1,4 @@
-"""The three parts of a pipelined model, and places in arrays whose leading dims count something."""
+"""The three parts of a pipelined model, and access to arrays by indices of their leading dims."""
 
 from typing import Any, NamedTuple
 
@@ -17,30 +17,31 @@ Index = Int32[Array, ""] | int
 
 
 class Parts(NamedTuple):
-    """Something of each part of the model: its function, its accumulators, its gradients, its sums."""
+    """One thing for each part of the model: function, accumulators, gradients or sums."""
 
     first: Any
     body: Any
     last: Any
 
 
-def pick(tree: Tree, *places: Index) -> Tree:
-    """Return what each leaf has at these places of its leading dims: a chunk, a chunk's layer."""
-    return jax.tree.map(lambda leaf: _pick(leaf, places), tree)
+def pick(tree: Tree, *indices: Index) -> Tree:
+    """Return each leaf at these indices of its leading dims: a chunk, a chunk's layer."""
+    return jax.tree.map(lambda leaf: _pick(leaf, indices), tree)
 
 
-def _pick(leaf: Array, places: tuple[Index, ...]) -> Array:
-    inner = leaf.shape[len(places) :]
-    sizes = (*[1] * len(places), *inner)
-    starts = (*places, *[0] * len(inner))
+def _pick(leaf: Array, indices: tuple[Index, ...]) -> Array:
+    # One slice of all leading dims: an index a time would copy the whole chunk on the way.
+    inner = leaf.shape[len(indices) :]
+    sizes = (*[1] * len(indices), *inner)
+    starts = (*indices, *[0] * len(inner))
     return lax.dynamic_slice(leaf, starts, sizes, allow_negative_indices=False).reshape(inner)
 
 
-def put(tree: Tree, values: Tree, place: Index) -> Tree:
-    """Return the leaves with `values` at this place of their leading dim."""
+def put(tree: Tree, values: Tree, index: Index) -> Tree:
+    """Return the leaves with `values` at this index of their leading dim."""
     return jax.tree.map(
         lambda leaf, value: lax.dynamic_update_index_in_dim(
-            leaf, value, place, 0, allow_negative_indices=False
+            leaf, value, index, 0, allow_negative_indices=False
         ),
         tree,
         values,
@@ -55,5 +56,5 @@ def zeros(shapes: Tree, *leading: int) -> Tree:
 
 
 def blank(shapes: Tree, *leading: int) -> Tree:
-    """Return places to write to. What they hold at first reaches no result."""
+    """Return buffers to write to. Their first values reach no result."""
     return zeros(shapes, *leading)

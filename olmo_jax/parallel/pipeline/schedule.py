@@ -2,15 +2,12 @@
 
 import heapq
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32
 
 from olmo_jax.errors import UserError
-
-Placement = Literal["loop", "v"]
-"""loop: stage c*P + r is chunk c of rank r. v: stages r and 2P-1-r are chunks 0 and 1 of rank r."""
 
 
 class Ops(NamedTuple):
@@ -20,21 +17,18 @@ class Ops(NamedTuple):
     chunk: Int32[np.ndarray, "ticks ranks"]
     microbatch: Int32[np.ndarray, "ticks ranks"]
     slot: Int32[np.ndarray, "ticks ranks"]
-    """Where the residuals lie: written by the forward, free again after the backward."""
+    """Where the residuals are: the forward writes it, and it is free after the backward."""
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """One optimizer step of a pipeline.
 
-    If `lockstep`, a tick is one forward and then one backward chunk on every rank, and a tensor
-    that is sent arrives for the next tick. Otherwise a tick is one unit of time: a forward takes
-    1 tick, a backward 2 (its row is the first), and a rank does one thing at a time.
+    A tick is at most one forward and then one backward chunk on every rank. A tensor that a rank
+    sends arrives for the next tick. Stage c*P + r is chunk c of rank r.
     """
 
     name: str
-    placement: Placement
-    lockstep: bool
     ranks: int
     chunks: int
     microbatches: int
@@ -64,62 +58,46 @@ def require_counts(ranks: int, chunks: int, microbatches: int) -> None:
             raise UserError(f"{name}={count}, but a pipeline needs 1 or more; use {name}=1")
 
 
-def stages_of(placement: Placement, ranks: int, chunks: int) -> Int[np.ndarray, "ranks chunks"]:
+def stages_of(ranks: int, chunks: int) -> Int[np.ndarray, "ranks chunks"]:
     """Return the stage that each rank runs as each of its chunks.
 
-    Raises: UserError for the v placement with other than two chunks.
     Source: olmo_core 3.0.0, train/train_module/transformer/pipeline/helpers.py.
     """
-    if placement == "loop":
-        return np.arange(chunks * ranks).reshape(chunks, ranks).T
-    if chunks != 2:
-        raise UserError(
-            f"chunks={chunks}, but the v placement gives rank r the stages r and "
-            f"{2 * ranks - 1} - r, 2 chunks each; use chunks=2, or the interleaved schedule"
-        )
-    first = np.arange(ranks)
-    return np.stack([first, 2 * ranks - 1 - first], axis=1)
-
-
-def ranks_of(placement: Placement, ranks: int, chunks: int) -> Int[np.ndarray, "stages"]:
-    """Return the rank of each stage."""
-    return np.argsort(stages_of(placement, ranks, chunks), axis=None) // chunks
+    # P=3, V=2: rank 0 has stages 0 and 3, rank 1 has 1 and 4, rank 2 has 2 and 5. A stage's output
+    # always goes to the next rank, the last rank's to the first.
+    return np.arange(chunks * ranks).reshape(chunks, ranks).T
 
 
 def from_ticks(
     name: str,
-    placement: Placement,
     ranks: int,
     forward: Int[np.ndarray, "stages microbatches"],
     backward: Int[np.ndarray, "stages microbatches"] | None,
-    *,
-    lockstep: bool,
 ) -> Schedule:
-    """Return the schedule that runs each op in the tick given for it, and allot its slots.
+    """Return the schedule that runs each op in the tick given for it, with a slot for each.
 
-    Without `backward` nothing is kept for one: there are no slots, and no backward ops.
+    Without `backward` nothing is saved: there are no slots, and no backward ops.
     """
     num_stages, microbatches = forward.shape
     chunks = num_stages // ranks
-    starts = forward[stages_of(placement, ranks, chunks)]
+    stages = stages_of(ranks, chunks)
+    starts = forward[stages]
     if backward is None:
-        ends = kept = np.zeros((ranks, 0, 0), np.int64)
+        ends = read = np.zeros((ranks, 0, 0), np.int64)
         slots, num_slots, num_ticks = np.zeros_like(starts), 0, int(forward.max()) + 1
     else:
-        ends = backward[stages_of(placement, ranks, chunks)]
+        ends = backward[stages]
         slots = np.stack([_slots(*lives) for lives in zip(starts, ends, strict=True)])
-        kept, num_slots = slots, int(slots.max()) + 1
-        num_ticks = int(backward.max()) + (1 if lockstep else 2)
+        read, num_slots = slots, int(slots.max()) + 1
+        num_ticks = int(backward.max()) + 1
     return Schedule(
         name=name,
-        placement=placement,
-        lockstep=lockstep,
         ranks=ranks,
         chunks=chunks,
         microbatches=microbatches,
         num_slots=num_slots,
         forward=_ops(num_ticks, starts, slots),
-        backward=_ops(num_ticks, ends, kept),
+        backward=_ops(num_ticks, ends, read),
         forward_only=backward is None,
     )
 
@@ -131,10 +109,13 @@ def _slots(
 
     Taken in order of their starts, intervals need no more slots than are ever alive at once.
     """
+    # Colouring of intervals: `alive` is a heap of (end, slot), `free` a heap of slots. Together
+    # they hold all slots so far, so if none is free the next new one is number len(alive).
     slots = np.zeros(starts.size, np.int64)
     alive: list[tuple[int, int]] = []
     free: list[int] = []
     for op in np.argsort(starts, axis=None):
+        # Not <=: in a tick the forward comes first, so a backward of this tick frees nothing yet.
         while alive and alive[0][0] < starts.flat[op]:
             heapq.heappush(free, heapq.heappop(alive)[1])
         slots[op] = heapq.heappop(free) if free else len(alive)
@@ -157,19 +138,8 @@ def _ops(
 
 def ticks_of(schedule: Schedule, ops: Ops) -> Int[np.ndarray, "stages microbatches"]:
     """Return the tick in which each stage runs each microbatch, -1 where it never does."""
-    stages = stages_of(schedule.placement, schedule.ranks, schedule.chunks)
+    stages = stages_of(schedule.ranks, schedule.chunks)
     ticks = np.full((schedule.num_stages, schedule.microbatches), -1)
     tick, rank = np.nonzero(ops.valid)
     ticks[stages[rank, ops.chunk[tick, rank]], ops.microbatch[tick, rank]] = tick
     return ticks
-
-
-def refusal(schedule: Schedule) -> str | None:
-    """Return why an executor of lock-step ticks cannot run the schedule, None if it can."""
-    if schedule.lockstep:
-        return None
-    return (
-        f"the {schedule.name} schedule cannot be executed: its rows are units of time (a forward "
-        "takes 1, a backward 2), and the executor runs ticks in which every rank does one forward "
-        "and one backward; use interleaved, 1f1b or gpipe"
-    )

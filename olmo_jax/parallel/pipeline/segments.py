@@ -1,4 +1,4 @@
-"""A lock-step schedule as static segments: loops over ticks of one kind, and periods that repeat.
+"""A schedule as static segments: loops over ticks of one kind, and periods that repeat.
 
 Pure NumPy. A program has one copy of a tick's work per segment, however many the microbatches are.
 Between the ticks stand the group events: the first part (embedding, leading blocks) runs a group of
@@ -58,8 +58,8 @@ class Segments(NamedTuple):
     """What is run, in order.
 
     `inbox_groups`, `outbox_groups` and `first_slots` are the most groups that ever wait for the
-    body, for their backward, or between the first part's forward and backward. A group g is in
-    place g modulo that. `turns_wait` says that gradients of losses are held until their turn.
+    body, for their backward, or between the first part's forward and backward. Group g has the
+    index g modulo that. `turns_wait` says that gradients of losses are held until their turn.
     """
 
     loops: tuple[Loop, ...]
@@ -75,7 +75,7 @@ def _on_last_stage(schedule: Schedule, ops: Ops) -> Bool[np.ndarray, " ticks"]:
 
 
 def _ticks(schedule: Schedule) -> list[Ticks]:
-    """SplitVjp where the kind of work changes, and between the groups of the last stage."""
+    """Split the ticks where the kind of work changes, and between the groups of the last stage."""
     ops = schedule.forward, schedule.backward
     loss, turn = (_on_last_stage(schedule, table) for table in ops)
     forward, backward = (table.valid.any(axis=1) for table in ops)
@@ -83,9 +83,11 @@ def _ticks(schedule: Schedule) -> list[Ticks]:
         np.where(there, table.microbatch[:, -1] // schedule.ranks, -1)
         for there, table in zip((loss, turn), ops, strict=True)
     ]
+    # The group of the last stage is part of the key: with one chunk all steady ticks are alike, and
+    # a group's events must stand between those of one group and the next.
     keys = np.stack([forward, loss, turn, backward, *groups], axis=1)
-    cuts = 1 + np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1))
-    edges = [0, *cuts.tolist(), len(keys)]
+    changes = 1 + np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1))
+    edges = [0, *changes.tolist(), len(keys)]
     return [
         Ticks(start, stop, *(bool(flag) for flag in keys[start, :4]))
         for start, stop in pairwise(edges)
@@ -120,6 +122,8 @@ def _likeness(step: Step) -> object:
 
 def _longest_repeat(kinds: Sequence[object]) -> tuple[int, int, int]:
     """Return (start, width, times) of the repetition that covers most steps; times 1 if none."""
+    # run: how many kinds up to i equal the one `width` before them. A run of n ends n // width + 1
+    # copies of the period. All but one copy, width * (times - 1) steps, need no code of their own.
     best = (0, 1, 1)
     for width in range(1, min(MOST_STEPS_OF_A_PERIOD, len(kinds)) + 1):
         run = 0
@@ -133,6 +137,15 @@ def _longest_repeat(kinds: Sequence[object]) -> tuple[int, int, int]:
 
 def _fold(steps: Sequence[Step]) -> Iterator[Loop]:
     """Yield the steps in order, like neighbours folded into loops."""
+    # Interleaved, P=2, V=2, M=8. f, l, t, b: ticks with a forward, a loss, a turn, a backward;
+    # Fg and Bg: the first part's forward and backward of group g.
+    #
+    #     F0 f F1 fltb  fb F2 fltb B0  fb F3 fltb B1  fb fltb B2 b B3
+    #                  '------------''------------'
+    #                   one loop of 2 iterations: their steps differ in numbers alone
+    #
+    # For 4 times the microbatches the loop has more iterations, and the program is the same. What
+    # is left on both sides is folded in turn.
     start, width, times = _longest_repeat([_likeness(step) for step in steps])
     if times == 1:
         yield from (((step,),) for step in steps)
@@ -151,27 +164,29 @@ def _most_alive(starts: Sequence[int], ends: Sequence[int]) -> int:
 
 
 def segments(schedule: Schedule) -> Segments:
-    """Return the program of a lock-step schedule with the loop placement."""
+    """Return the program of a schedule."""
     steps = list(_steps(schedule))
-    place = {step: i for i, step in enumerate(steps)}
-    ticks = [(step, i) for step, i in place.items() if isinstance(step, Ticks)]
+    index = {step: i for i, step in enumerate(steps)}
+    ticks = [(step, i) for step, i in index.items() if isinstance(step, Ticks)]
 
-    def position(tick: int) -> int:
+    def index_of(tick: int) -> int:
         return next(i for step, i in ticks if step.start <= tick < step.stop)
 
+    # A group waits in the inbox from its first part to the last entry of one of its microbatches,
+    # and in the outbox from the first microbatch that comes back to its first part's backward.
     forward = _group_ticks(schedule, schedule.forward)
     groups = range(len(forward))
-    arrivals = [place[FirstForward(g)] for g in groups]
-    inbox = _most_alive(arrivals, [position(int(t.max())) for t in forward])
+    arrivals = [index[FirstForward(g)] for g in groups]
+    inbox = _most_alive(arrivals, [index_of(int(t.max())) for t in forward])
     loops = tuple(_fold(steps))
     if schedule.forward_only:
         return Segments(loops, inbox, 0, 0, turns_wait=False)
     backward = _group_ticks(schedule, schedule.backward)
-    returns = [place[FirstBackward(g)] for g in groups]
+    returns = [index[FirstBackward(g)] for g in groups]
     return Segments(
         loops=loops,
         inbox_groups=inbox,
-        outbox_groups=_most_alive([position(int(t.min())) for t in backward], returns),
+        outbox_groups=_most_alive([index_of(int(t.min())) for t in backward], returns),
         first_slots=_most_alive(arrivals, returns),
         turns_wait=_turns_wait(schedule),
     )
@@ -211,11 +226,23 @@ def _fill_rank(schedule: Schedule, forward: Ops, backward: Ops, rank: int) -> in
     """Fill in one rank's idle entries; return how many slots are needed beyond the schedule's."""
     if schedule.forward_only:
         return 0
+    # 1F1B, P=2, M=4, rank 0 with 3 slots. Entries in brackets are filled in:
+    #
+    #     tick              0    1    2    3    4    5
+    #     forward  F(0,m)   m=0  m=1  m=2  m=3
+    #              slot     0    1    2    0   (1)         slot 1 is dead: B(0,1) was in tick 3
+    #     backward B(0,m)             m=0  m=1  m=2  m=3
+    #              slot    (0)  (0)   0    1    2    0     back through F(0,0), with cotangents of 0
+    #
+    # `alive` are slots whose backward is still to come. `holds` says which forward last wrote a
+    # slot, alive or dead. A slot leaves `holds` when an idle forward writes it: what the rank was
+    # sent may be NaN, and 0 * NaN would reach the gradients.
     last = np.flatnonzero(schedule.forward.valid.any(axis=1))[-1]
     holds: dict[int, tuple[int, int]] = {}
     alive: set[int] = set()
     spare = 0
     for tick in range(schedule.num_ticks):
+        # Forward first, as in a tick: a slot whose backward runs in this tick is still alive.
         slot = int(forward.slot[tick, rank])
         if forward.valid[tick, rank]:
             alive.add(slot)
@@ -238,6 +265,7 @@ def _fill_rank(schedule: Schedule, forward: Ops, backward: Ops, rank: int) -> in
 def _dead_slot(alive: set[int], holds: dict[int, tuple[int, int]], num_slots: int) -> int:
     """Return a slot whose residuals nobody needs, if possible one that never held any."""
     dead = [slot for slot in range(num_slots) if slot not in alive]
+    # A slot in `holds` is worth leaving: an idle backward can go through its residuals.
     empty = [slot for slot in dead if slot not in holds]
     return next(iter(empty + dead), num_slots)
 

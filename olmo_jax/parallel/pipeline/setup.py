@@ -1,4 +1,4 @@
-"""What the executor sets up before the first tick: traced parts, tables, places to write to."""
+"""What the executor sets up before the first tick: traced parts, tables, buffers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +12,14 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from olmo_jax.ops.varying import vary_everywhere
 from olmo_jax.parallel.pipeline import segments
+from olmo_jax.parallel.pipeline.deferred_backward import (
+    DeferredVjp,
+    Known,
+    deferred_vjp,
+    forward_only_vjp,
+)
 from olmo_jax.parallel.pipeline.parts import Parts, Tree, blank, pick, zeros
 from olmo_jax.parallel.pipeline.schedule import Schedule
-from olmo_jax.parallel.pipeline.split_vjp import Known, SplitVjp, forward_only_vjp, split_vjp
 from olmo_jax.parallel.pipeline.transfers import AXIS
 
 
@@ -22,8 +27,8 @@ from olmo_jax.parallel.pipeline.transfers import AXIS
 class Setup:
     """All that stays the same from tick to tick.
 
-    `labels` are divided by rank, with rows that do not count at the end. The body's accumulators are those
-    of one chunk.
+    `labels` are divided by rank, with ignored rows at the end. The body's accumulators are those of
+    one chunk.
     """
 
     schedule: Schedule
@@ -80,10 +85,12 @@ def assemble(
     def last(accumulators: Tree, rows: Array, labels: Array) -> Any:
         return None, *functions.last(accumulators, rows, labels)
 
-    def trace(function: Callable[..., Any], accumulators: Tree, x: Tree, known: Known) -> SplitVjp:
+    def trace(
+        function: Callable[..., Any], accumulators: Tree, x: Tree, known: Known
+    ) -> DeferredVjp:
         if schedule.forward_only:
             return forward_only_vjp(function, x, known)
-        return split_vjp(function, accumulators, x, known)
+        return deferred_vjp(function, accumulators, x, known)
 
     one, chunk = pick(data, 0), vary_everywhere(jnp.int32(0))
     start = trace(first, given.first, None, Known(one))
@@ -116,7 +123,7 @@ def _check_stage(x: Array, y: jax.ShapeDtypeStruct) -> None:
 class Carry(NamedTuple):
     """What changes from tick to tick.
 
-    `arrived` came from the rank before; `back` goes there at the head of the next tick. Slots hold
+    `arrived` came from the rank before; `back` goes there at the start of the next tick. Slots hold
     residuals of the body and of the first part. The inbox has inputs that wait for the body, the
     outbox gradients that wait for the first part, `turns` gradients of losses that wait for their
     backward.
@@ -134,14 +141,14 @@ class Carry(NamedTuple):
 
 
 def at_the_start(setup: Setup) -> Carry:
-    """Return empty places, and zero gradients and sums."""
+    """Return empty buffers, and zero gradients and sums."""
     program, schedule, x = setup.program, setup.schedule, setup.x
     sums = Parts(*(part.shapes.sums for part in setup.parts))
     return Carry(
         arrived=blank(x),
         back=blank(x),
-        slots=blank(setup.parts.body.shapes.kept, setup.num_slots),
-        first_slots=blank(setup.parts.first.shapes.kept, program.first_slots),
+        slots=blank(setup.parts.body.shapes.saved, setup.num_slots),
+        first_slots=blank(setup.parts.first.shapes.saved, program.first_slots),
         inbox=blank(x, program.inbox_groups * schedule.ranks),
         outbox=blank(x, program.outbox_groups * schedule.ranks),
         turns=blank(setup.rows, schedule.microbatches if program.turns_wait else 0),

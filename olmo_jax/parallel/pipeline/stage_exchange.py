@@ -1,4 +1,4 @@
-"""The body's leaves between stages, as a step has them, and layers, as a checkpoint has them."""
+"""The body's leaves: by stages in a step, by layers in a checkpoint, and the way between."""
 
 import math
 
@@ -31,6 +31,8 @@ def to_layers(
             whole = lax.all_gather(leaf, AXIS, axis=_STAGE, tiled=True, to="invarying")
         else:
             whole = lax.all_to_all(leaf, AXIS, dim + _MORE, _STAGE, tiled=True)
+        # Row-major [chunks, ranks, layers of a stage] is the order of the layers, since stage
+        # c P + r is chunk c of rank r. Padding layers come last and are dropped.
         return whole.reshape(math.prod(stages), *whole.shape[3:])[:num_layers]
 
 

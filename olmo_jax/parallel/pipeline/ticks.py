@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from olmo_jax.ops.varying import vary_everywhere
 from olmo_jax.parallel.pipeline import segments
+from olmo_jax.parallel.pipeline.deferred_backward import Known
 from olmo_jax.parallel.pipeline.parts import pick, put
 from olmo_jax.parallel.pipeline.schedule import Ops
 from olmo_jax.parallel.pipeline.setup import Carry, Setup
-from olmo_jax.parallel.pipeline.split_vjp import Known
 from olmo_jax.parallel.pipeline.transfers import join, send_back, send_on, share_out
 
 _MICROBATCH = Ops._fields.index("microbatch")
@@ -37,7 +37,7 @@ def argument(setup: Setup, step: segments.Step) -> Any:
 
 
 def advance(setup: Setup, carry: Carry, step: segments.Step, argument: Any) -> Carry:
-    """Run a step, with its own or a like step's argument."""
+    """Run a step, with the argument of this step or of a like one."""
     if isinstance(step, segments.FirstForward):
         return _first_forward(setup, carry, argument)
     if isinstance(step, segments.FirstBackward):
@@ -60,16 +60,24 @@ def _tick(
     The barriers say so: XLA would start a transfer where nothing is left to hide it, or move the
     activation's, in a loop whose last one nobody reads, to the head of the next tick.
     """
+    #     compute   | forward of a chunk      | loss | backward of a chunk |
+    #     network   | <- gradient of tick t-1 | activation of tick t ->    |
+    #
+    # Neither transfer waits for the work beside it: the backward reads the gradient that arrived
+    # behind the forward, and the activation is for the next tick.
     back, y, rows, d_rows = carry.back, carry.arrived, None, None
     if ticks.backward:
         back = send_back(back)
     if ticks.forward:
         carry, y = _forward(setup, carry, _op(setup, forward))
+        # The gradient has arrived before the activation leaves.
         y, back = lax.optimization_barrier((y, back))
     if ticks.loss:
         rows = _share_rows(setup, y)
+        # The loss waits for its rows, so they leave before the activation.
         y, rows = lax.optimization_barrier((y, rows))
     if ticks.forward:
+        # The barrier ties the transfer to this tick.
         carry = carry._replace(arrived=lax.optimization_barrier(send_on(y)))
     if rows is not None:
         carry, d_rows = _loss(setup, carry, rows, forward[-1, _MICROBATCH])
@@ -91,9 +99,10 @@ def _op(setup: Setup, row: Int32[Array, "P 4"]) -> Op:
 
 
 def _forward(setup: Setup, carry: Carry, op: Op) -> tuple[Carry, Float[Array, "..."]]:
-    """Run a chunk forward and keep its residuals."""
-    place = op.microbatch % (setup.program.inbox_groups * setup.schedule.ranks)
-    x = jnp.where(setup.is_first(op.chunk), pick(carry.inbox, place), carry.arrived)
+    """Run a chunk forward and save its residuals."""
+    # The inbox is a ring of groups. Microbatch m is number m modulo its size: groups are whole.
+    index = op.microbatch % (setup.program.inbox_groups * setup.schedule.ranks)
+    x = jnp.where(setup.is_first(op.chunk), pick(carry.inbox, index), carry.arrived)
     known = Known(pick(setup.data, op.microbatch), (op.chunk,))
     result = setup.parts.body.forward(setup.accumulators.body, x, known)
     total = pick(carry.sums.body, op.chunk)
@@ -101,12 +110,12 @@ def _forward(setup: Setup, carry: Carry, op: Op) -> tuple[Carry, Float[Array, ".
         lambda old, new: old + jnp.where(op.valid, new, jnp.zeros_like(new)), total, result.sums
     )
     sums = carry.sums._replace(body=put(carry.sums.body, total, op.chunk))
-    slots = put(carry.slots, result.kept, op.slot)
+    slots = put(carry.slots, result.saved, op.slot)
     return carry._replace(slots=slots, sums=sums), result.output
 
 
 def _share_rows(setup: Setup, y: Float[Array, "..."]) -> Float[Array, "t D"]:
-    """Return this rank's rows of the last rank's y, which has some more so that they divide."""
+    """Return this rank's rows of the last rank's y, padded so that they divide."""
     rows = y.reshape(-1, y.shape[-1])
     more = setup.rows.shape[0] * setup.schedule.ranks - rows.shape[0]
     padded = jnp.pad(rows, ((0, more), (0, 0)))
@@ -126,7 +135,7 @@ def _loss(
         return carry, None
     one = vary_everywhere(jnp.float32(1))
     last, d_rows = part.backward(
-        result.kept, accumulators, rows, known, (None, one), carry.gradients.last
+        result.saved, accumulators, rows, known, (None, one), carry.gradients.last
     )
     carry = carry._replace(gradients=carry.gradients._replace(last=last))
     if setup.program.turns_wait:
@@ -149,23 +158,24 @@ def _backward(
     if d_rows is not None:
         rows = join(d_rows, scope="gather_row_gradients")[: np.prod(setup.x.shape[:-1])]
         dy = jnp.where(setup.on_last_rank, rows.reshape(setup.x.shape), back)
+    # The backward is linear in its cotangents, so zeros add zeros: the one mask of an idle rank.
     dy = jnp.where(op.valid, dy, jnp.zeros_like(dy))
     known = Known(pick(setup.data, op.microbatch), (op.chunk,))
     added, dx = setup.parts.body.backward(
         pick(carry.slots, op.slot),
         setup.accumulators.body,
-        dy,
+        dy,  # Stands for x: it has its shape and dtype, and x itself need not be alive.
         known,
         (dy, op.valid.astype(jnp.float32)),
         pick(carry.gradients.body, op.chunk),
     )
     body = put(carry.gradients.body, added, op.chunk)
-    place = op.microbatch % (setup.program.outbox_groups * setup.schedule.ranks)
+    index = op.microbatch % (setup.program.outbox_groups * setup.schedule.ranks)
     leaves = op.valid & setup.is_first(op.chunk)
-    leaving = jnp.where(leaves, dx, pick(carry.outbox, place))
+    leaving = jnp.where(leaves, dx, pick(carry.outbox, index))
     return carry._replace(
         back=dx,
-        outbox=put(carry.outbox, leaving, place),
+        outbox=put(carry.outbox, leaving, index),
         gradients=carry.gradients._replace(body=body),
     )
 
@@ -176,13 +186,13 @@ def _first_forward(setup: Setup, carry: Carry, group: Int32[Array, ""]) -> Carry
     known = Known(pick(setup.data, group * ranks + setup.rank))
     result = setup.parts.first.forward(setup.accumulators.first, None, known)
     entering = join(result.output[None], scope="gather_group")
-    place = group % program.inbox_groups * ranks
+    start = group % program.inbox_groups * ranks
     slots = carry.first_slots
     if not setup.schedule.forward_only:
-        slots = put(slots, result.kept, group % program.first_slots)
+        slots = put(slots, result.saved, group % program.first_slots)
     first = jax.tree.map(jnp.add, carry.sums.first, result.sums)
     return carry._replace(
-        inbox=lax.dynamic_update_slice_in_dim(carry.inbox, entering, place, 0),
+        inbox=lax.dynamic_update_slice_in_dim(carry.inbox, entering, start, 0),
         first_slots=slots,
         sums=carry.sums._replace(first=first),
     )
@@ -191,8 +201,8 @@ def _first_forward(setup: Setup, carry: Carry, group: Int32[Array, ""]) -> Carry
 def _first_backward(setup: Setup, carry: Carry, group: Int32[Array, ""]) -> Carry:
     """Hand a group's gradients out from rank 0, one microbatch a rank, and go back on each."""
     program, ranks = setup.program, setup.schedule.ranks
-    place = group % program.outbox_groups * ranks
-    leaving = lax.dynamic_slice_in_dim(carry.outbox, place, ranks, 0)
+    start = group % program.outbox_groups * ranks
+    leaving = lax.dynamic_slice_in_dim(carry.outbox, start, ranks, 0)
     dx = share_out(leaving, setup.rank == 0, scope="scatter_group")[0]
     first, _ = setup.parts.first.backward(
         pick(carry.first_slots, group % program.first_slots),

@@ -37,6 +37,7 @@ def share_out(
     Comm: a reduce-scatter along `pipeline` of `value` in its dtype.
     """
     with jax.named_scope(scope):
+        # JAX has no scatter from one rank. A select, since a product would turn NaN * 0 into NaN.
         held = jnp.where(mine, value, jnp.zeros_like(value))
         return lax.psum_scatter(held, AXIS, scatter_dimension=0, tiled=True)
 

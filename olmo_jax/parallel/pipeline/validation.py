@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from olmo_jax.parallel.pipeline.clock import BACKWARD_UNITS, FORWARD_UNITS
-from olmo_jax.parallel.pipeline.schedule import Schedule, ranks_of, stages_of
+from olmo_jax.parallel.pipeline.schedule import Schedule, stages_of
 
 
 class _Op(NamedTuple):
@@ -32,12 +31,12 @@ _Found = dict[tuple[str, int, int], _Op]
 
 
 class _Need(NamedTuple):
-    """An op comes `least` to `most` ticks after `kind` of the stage that is `offset` away."""
+    """An op comes exactly, or at least, `ticks` after `kind` of the stage that is `offset` away."""
 
     kind: str
     offset: int
-    least: int
-    most: int
+    exactly: bool
+    ticks: int
 
 
 def validate(schedule: Schedule) -> Schedule:
@@ -56,8 +55,7 @@ def _faults(schedule: Schedule) -> Iterator[str]:
     yield from _range_faults(schedule)
     ops = _in_order(schedule)
     yield from _count_faults(schedule, ops)
-    yield from _overlaps(schedule, ops)
-    yield from _input_faults(schedule, {(op.kind, op.stage, op.microbatch): op for op in ops})
+    yield from _input_faults({(op.kind, op.stage, op.microbatch): op for op in ops})
     yield from _slot_faults(schedule, ops)
 
 
@@ -65,8 +63,6 @@ def _shape_faults(schedule: Schedule) -> Iterator[str]:
     sizes = (schedule.ranks, schedule.chunks, schedule.microbatches, schedule.num_ticks)
     if min(sizes) < 1:
         yield f"ranks, chunks, microbatches and ticks are {sizes}, but each must be 1 or more"
-    if schedule.placement == "v" and schedule.chunks != 2:
-        yield f"chunks={schedule.chunks}, but the v placement has 2 a rank"
     shape = (schedule.num_ticks, schedule.ranks)
     for kind, ops in (("F", schedule.forward), ("B", schedule.backward)):
         for name, table in ops._asdict().items():
@@ -95,7 +91,7 @@ def _range_faults(schedule: Schedule) -> Iterator[str]:
 
 def _in_order(schedule: Schedule) -> list[_Op]:
     """Return all ops by tick, forwards first."""
-    stages = stages_of(schedule.placement, schedule.ranks, schedule.chunks)
+    stages = stages_of(schedule.ranks, schedule.chunks)
     ops = []
     for kind, tables in (("F", schedule.forward), ("B", schedule.backward)):
         for tick, rank in np.argwhere(tables.valid).tolist():
@@ -111,50 +107,31 @@ def _count_faults(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
         first = found.setdefault((op.kind, op.stage, op.microbatch), op)
         if first is not op:
             yield f"{op} runs a second time, but ran in tick {first.tick}"
-    ranks = ranks_of(schedule.placement, schedule.ranks, schedule.chunks)
     kinds = 1 if schedule.forward_only else 2
     for kind, stage, microbatch in np.ndindex(kinds, schedule.num_stages, schedule.microbatches):
         if ("FB"[kind], stage, microbatch) not in found:
             op = f"{'FB'[kind]}(stage {stage}, microbatch {microbatch})"
-            yield f"{op} is missing: it runs in no tick on rank {ranks[stage]}"
+            yield f"{op} is missing: it runs in no tick on rank {stage % schedule.ranks}"
 
 
-def _overlaps(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
-    """Where ticks are units of time, a rank does one thing at a time."""
-    if schedule.lockstep:
-        return
-    taken: dict[tuple[int, int], _Op] = {}
-    for op in ops:
-        units = FORWARD_UNITS if op.kind == "F" else BACKWARD_UNITS
-        if op.tick + units > schedule.num_ticks:
-            yield f"{op} takes {units} ticks, but there are only {schedule.num_ticks}"
-        for tick in range(op.tick, op.tick + units):
-            other = taken.setdefault((tick, op.rank), op)
-            if other is not op:
-                yield f"{op} overlaps {other}"
+_NEEDS = {
+    # What a neighbour sends arrives in one buffer, which every tick overwrites: the next tick uses
+    # it, or it is lost.
+    "F": [_Need("F", -1, exactly=True, ticks=1)],
+    # A tick runs its forward first, so a backward can use residuals of the same tick.
+    "B": [_Need("B", 1, exactly=True, ticks=1), _Need("F", 0, exactly=False, ticks=0)],
+}
 
 
-def _needs(schedule: Schedule) -> dict[str, list[_Need]]:
-    """Return what forwards and backwards need.
-
-    A lock-step tick runs its forward first, so a backward may use residuals of the same tick.
-    What a neighbour sends has one place to arrive at, which every tick overwrites: it is used
-    in the next tick or lost.
-    """
-    ever = schedule.num_ticks
-    if schedule.lockstep:
-        return {"F": [_Need("F", -1, 1, 1)], "B": [_Need("B", 1, 1, 1), _Need("F", 0, 0, ever)]}
-    own, after = _Need("F", 0, FORWARD_UNITS, ever), _Need("B", 1, BACKWARD_UNITS, ever)
-    return {"F": [_Need("F", -1, FORWARD_UNITS, ever)], "B": [after, own]}
-
-
-def _input_faults(schedule: Schedule, found: _Found) -> Iterator[str]:
-    needs = _needs(schedule)
+def _input_faults(found: _Found) -> Iterator[str]:
     for op in found.values():
-        for kind, offset, least, most in needs[op.kind]:
+        for kind, offset, exactly, ticks in _NEEDS[op.kind]:
             source = found.get((kind, op.stage + offset, op.microbatch))
-            if source and not least <= op.tick - source.tick <= most:
-                rule = "1 tick" if least == most == 1 else f"{least} or more ticks"
+            if source is None:
+                continue
+            passed = op.tick - source.tick
+            if passed < ticks or (exactly and passed != ticks):
+                rule = f"{ticks} tick" if exactly else f"{ticks} or more ticks"
                 yield f"{op} must come {rule} after its input, {source}"
 
 
@@ -163,6 +140,7 @@ def _slot_faults(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
     if schedule.forward_only:
         yield from _slots_without_backward(schedule, ops)
         return
+    # The schedule replayed: `ops` are in order of ticks, in a tick all forwards first.
     held: dict[tuple[int, int], _Op] = {}
     live, peak = Counter[int](), 0
     for op in ops:
@@ -180,9 +158,9 @@ def _slot_faults(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
 
 
 def _slots_without_backward(schedule: Schedule, ops: list[_Op]) -> Iterator[str]:
-    """Nothing is kept where nothing comes back."""
+    """Nothing is saved where there is no backward."""
     for op in ops:
         if op.kind == "B":
             yield f"{op} stands in a schedule that has forwards only"
     if schedule.num_slots:
-        yield f"num_slots={schedule.num_slots}, but forwards alone keep nothing"
+        yield f"num_slots={schedule.num_slots}, but forwards alone save nothing"

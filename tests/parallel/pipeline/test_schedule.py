@@ -16,25 +16,19 @@ from olmo_jax.parallel.pipeline import (
     gpipe,
     interleaved,
     one_f_one_b,
-    one_f_one_b_v,
     peak_live,
-    refusal,
     stages_of,
-    ticks_of,
     timeline,
     validate,
 )
-from olmo_jax.parallel.pipeline.schedule import ranks_of
 
 
 @st.composite
 def requests(draw) -> tuple[str, int, int, int]:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     ranks = draw(st.integers(1, 6))
-    chunks = {"1f1b": 1, "v": 2}.get(name) or draw(st.integers(1, 4))
-    groups = draw(st.integers(1, 4))
-    microbatches = draw(st.integers(1, 4 * ranks)) if name == "v" else groups * ranks
-    return name, ranks, chunks, microbatches
+    chunks = 1 if name == "1f1b" else draw(st.integers(1, 4))
+    return name, ranks, chunks, draw(st.integers(1, 4)) * ranks
 
 
 def generate(wanted):
@@ -46,7 +40,7 @@ def slots_of_time(schedule, rank):
     """Return what a rank does in each unit of time, as the reference writes it: 1F15, 9B3, 9B_3."""
     times = timeline(schedule)
     row = ["."] * times.length
-    for stage in stages_of(schedule.placement, schedule.ranks, schedule.chunks)[rank]:
+    for stage in stages_of(schedule.ranks, schedule.chunks)[rank]:
         for microbatch in range(schedule.microbatches):
             start = times.backward[stage, microbatch]
             row[times.forward[stage, microbatch]] = f"{stage}F{microbatch}"
@@ -61,13 +55,13 @@ def valid_ops(ops, tick, stages):
         yield rank, int(stages[rank, chunk]), microbatch, slot
 
 
-def run_in_lockstep(s: Schedule) -> tuple[list[tuple[int, int]], int]:
+def run_in_ticks(s: Schedule) -> tuple[list[tuple[int, int]], int]:
     """Run the tables as one program on all ranks would; return the backwards, and losses held.
 
-    A value is named by what made it. Each rank has one place for what arrives from either side,
-    sends in every tick, dead values too, and keeps residuals in its slots.
+    A value is named by what made it. Each rank has one buffer for what arrives from either side,
+    sends in every tick, dead values too, and saves residuals in its slots.
     """
-    stages, last = stages_of(s.placement, s.ranks, s.chunks), s.num_stages - 1
+    stages, last = stages_of(s.ranks, s.chunks), s.num_stages - 1
     arrived, returned = [None] * s.ranks, [None] * s.ranks
     slots, losses = {}, set()
     done, most_losses = [], 0
@@ -96,16 +90,13 @@ def test_every_schedule_is_valid(wanted):
     schedule = generate(wanted)
     assert validate(schedule) is schedule
     assert schedule.num_slots == peak_live(schedule).max()
-    assert (refusal(schedule) is None) == schedule.lockstep
 
 
 @given(wanted=requests())
 @settings(max_examples=40, deadline=None)
-def test_a_lockstep_schedule_runs_with_one_receive_buffer_a_side(wanted):
+def test_every_schedule_runs_with_one_receive_buffer_a_side(wanted):
     schedule = generate(wanted)
-    if not schedule.lockstep:
-        return
-    done, losses = run_in_lockstep(schedule)
+    done, losses = run_in_ticks(schedule)
     assert sorted(done) == list(np.ndindex(schedule.num_stages, schedule.microbatches))
     # 1F1B uses the gradient of a loss in the tick that makes it, GPipe after all forwards.
     assert losses == (schedule.microbatches if schedule.name == "gpipe" else 0)
@@ -113,7 +104,7 @@ def test_a_lockstep_schedule_runs_with_one_receive_buffer_a_side(wanted):
 
 @given(ranks=st.integers(1, 6), chunks=st.integers(1, 4), groups=st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
-def test_loop_schedules_take_the_time_of_their_formula(ranks, chunks, groups):
+def test_schedules_take_the_time_of_their_formula(ranks, chunks, groups):
     microbatches = groups * ranks
     for generate in (interleaved, gpipe):
         schedule = generate(ranks, chunks, microbatches)
@@ -149,10 +140,9 @@ def test_1f1b_is_interleaved_with_one_chunk_and_gpipe_holds_every_microbatch():
     assert peak_live(gpipe(4, 1, 8)).tolist() == [8] * 4
 
 
-def test_bubbles_of_the_report():
-    loop, v = bubble(interleaved(4, 2, 8)), bubble(one_f_one_b_v(4, 2, 8))
-    assert (loop, v) == (Fraction(3, 19), Fraction(15, 63))
-    assert [f"{100 * float(part):.1f}" for part in (loop, v)] == ["15.8", "23.8"]
+def test_the_bubble_of_the_report():
+    idle = bubble(interleaved(4, 2, 8))
+    assert (idle, f"{100 * float(idle):.1f}") == (Fraction(3, 19), "15.8")
 
 
 def test_interleaved_slots_42_to_45_of_rank_1_of_8():
@@ -168,14 +158,13 @@ def test_steady_ticks_alternate_the_chunks_in_groups_of_ranks():
 
 @given(ranks=st.integers(1, 6), chunks=st.integers(1, 4), groups=st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
-def test_forwards_alone_keep_nothing_and_wait_only_to_fill_the_pipeline(ranks, chunks, groups):
+def test_forwards_alone_save_nothing_and_wait_only_to_fill_the_pipeline(ranks, chunks, groups):
     work = chunks * groups * ranks
     schedule = validate(forward_only(ranks, chunks, groups * ranks))
-    assert run_in_lockstep(schedule) == ([], groups * ranks)
+    assert run_in_ticks(schedule) == ([], groups * ranks)
     assert timeline(schedule).length == schedule.num_ticks == work + ranks - 1
     assert bubble(schedule) == Fraction(ranks - 1, work + ranks - 1)
     assert (schedule.num_slots, peak_live(schedule).max()) == (0, 0)
-    assert refusal(schedule) is None
 
 
 def test_forwards_alone_run_in_the_ticks_of_training():
@@ -185,86 +174,8 @@ def test_forwards_alone_run_in_the_ticks_of_training():
         assert np.array_equal(table, other[:num_ticks])
 
 
-V_EXTRA_UNITS = {2: 4, 3: 8, 4: 15, 5: 18, 6: 22, 8: 33}
-V_PEAKS = {2: 4, 3: 6, 4: 6, 5: 8, 6: 10, 8: 12}
-
-
-@pytest.mark.parametrize("ranks", V_PEAKS)
-def test_v_takes_the_time_and_memory_of_the_reference(ranks):
-    for microbatches in (2 * ranks, 2 * ranks + 1, 4 * ranks):
-        schedule = one_f_one_b_v(ranks, 2, microbatches)
-        assert timeline(schedule).length - 6 * microbatches == V_EXTRA_UNITS[ranks]
-        assert peak_live(schedule).tolist() == [V_PEAKS[ranks]] * ranks
-
-
-@pytest.mark.parametrize(
-    ("ranks", "microbatches"), [(2, 1), (2, 4), (4, 4), (4, 8), (8, 8), (5, 8)]
-)
-def test_v_runs_every_stage_of_every_microbatch(ranks, microbatches):
-    schedule = validate(one_f_one_b_v(ranks, 2, microbatches))
-    for ops in (schedule.forward, schedule.backward):
-        assert ops.valid.sum() == 2 * ranks * microbatches
-        assert (ops.valid.sum(axis=0) == 2 * microbatches).all()
-        assert (ticks_of(schedule, ops) >= 0).all()
-
-
-def test_v_of_16_ranks_and_256_microbatches():
-    schedule = validate(one_f_one_b_v(16, 2, 256))
-    assert schedule.num_ticks < 2000
-    assert peak_live(schedule).max() <= 2 * (16 - 1)
-
-
-def test_v_maps_stages_down_and_up_and_only_the_middle_stays_on_a_rank():
-    ranks = ranks_of("v", 4, 2).tolist()
-    assert ranks == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert [s for s in range(7) if ranks[s] == ranks[s + 1]] == [3]
-    assert ranks_of("loop", 4, 2).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
-def test_v_warm_up_of_the_middle_rank():
-    row = slots_of_time(one_f_one_b_v(5, 2, 8), rank=4)
-    ops = [op for op in row if op != "." and "_" not in op]
-    warm_up = [f"{stage}F{microbatch}" for microbatch in range(4) for stage in (4, 5)]
-    assert ops[:10] == [*warm_up, "5B0", "4B0"]
-
-
-def tight_edges(schedule):
-    """Count what another rank uses right when it arrives: nothing can hide its transfer."""
-    times = timeline(schedule)
-    crosses = np.diff(ranks_of(schedule.placement, schedule.ranks, schedule.chunks)) != 0
-    forward = (np.diff(times.forward, axis=0) == 1)[crosses]
-    backward = (np.diff(times.backward, axis=0) == -2)[crosses]
-    return forward.sum() + backward.sum()
-
-
-@pytest.mark.parametrize(
-    ("extra", "peaks", "length"),
-    [
-        ((1, 1, 1, 1), [7, 7, 7, 7], 111),
-        ((1, 0, 1, 1), [7, 6, 7, 7], 111),
-        ((2, 2, 2, 2), [8, 8, 8, 8], 109),
-    ],
-)
-def test_v_forwards_pulled_ahead_cost_their_activations(extra, peaks, length):
-    schedule = validate(one_f_one_b_v(4, 2, 16, extra_activations=extra))
-    assert peak_live(schedule).tolist() == peaks
-    assert timeline(schedule).length == length
-    assert tight_edges(schedule) < tight_edges(one_f_one_b_v(4, 2, 16))
-
-
-def test_v_of_8_ranks_with_4_more_activations():
-    schedule = one_f_one_b_v(8, 2, 32, extra_activations=(4,) * 8)
-    assert timeline(schedule).length == 221
-    assert peak_live(schedule).tolist() == [16] * 8
-
-
-def test_the_executor_refuses_v_and_says_why():
-    reason = refusal(one_f_one_b_v(4, 2, 8))
-    assert reason == (
-        "the v schedule cannot be executed: its rows are units of time (a forward takes 1, a "
-        "backward 2), and the executor runs ticks in which every rank does one forward and one "
-        "backward; use interleaved, 1f1b or gpipe"
-    )
+def test_stages_go_round_the_ranks():
+    assert stages_of(4, 2).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 @pytest.mark.parametrize("generate", [interleaved, gpipe])
@@ -281,17 +192,8 @@ def test_microbatches_that_are_no_multiple_of_ranks_name_their_neighbours(
     [
         (lambda: interleaved(0, 1, 4), "ranks=0, but a pipeline needs 1 or more; use ranks=1"),
         (lambda: gpipe(2, 0, 4), "chunks=0, but .* use chunks=1"),
-        (lambda: one_f_one_b_v(2, 2, 0), "microbatches=0, but .* use microbatches=1"),
+        (lambda: interleaved(2, 2, 0), "microbatches=0, but .* use microbatches=1"),
         (lambda: one_f_one_b(2, 2, 4), "chunks=2, but 1f1b runs 1 chunk a rank; use chunks=1"),
-        (lambda: one_f_one_b_v(4, 3, 4), "chunks=3, .* stages r and 7 - r, .* use chunks=2"),
-        (
-            lambda: one_f_one_b_v(2, 2, 4, extra_activations=(1,)),
-            r"extra_activations=\[1\], but each of the 2 ranks needs one number",
-        ),
-        (
-            lambda: one_f_one_b_v(2, 2, 4, extra_activations=(1, -1)),
-            r"extra_activations=\[1, -1\], .* use \[1, 1\]",
-        ),
     ],
 )
 def test_numbers_that_make_no_schedule_are_refused(make, message):

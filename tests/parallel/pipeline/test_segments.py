@@ -68,8 +68,8 @@ def test_the_iterations_of_a_loop_run_the_same_program(schedule):
 
 @given(schedule=schedules())
 @settings(max_examples=40, deadline=None)
-def test_groups_meet_their_microbatches_in_the_places_that_hold_them(schedule):
-    """Inbox, outbox and residuals of the first part are places modulo their number."""
+def test_groups_meet_their_microbatches_in_inbox_and_outbox(schedule):
+    """Inbox, outbox and residuals of the first part are indexed modulo their number of groups."""
     program, ranks = segments(schedule), schedule.ranks
     inbox, outbox, residuals, back = {}, {}, {}, set()
     for step in steps_of(program):
@@ -80,8 +80,8 @@ def test_groups_meet_their_microbatches_in_the_places_that_hold_them(schedule):
                     step.group
                 )
         elif isinstance(step, FirstBackward):
-            place = step.group % program.outbox_groups
-            assert outbox.pop(place) == (step.group, ranks)
+            index = step.group % program.outbox_groups
+            assert outbox.pop(index) == (step.group, ranks)
             assert residuals.pop(step.group % program.first_slots) == step.group
             back.add(step.group)
         else:

@@ -1,7 +1,7 @@
 """A small pipelined model: embedding and a leading block, layers with experts, a head.
 
-Its parts are functions of weights, accumulators and arrays, as the executor takes them. Without a mesh
-axis for the experts they are also what one device does, differentiated by JAX alone.
+Its parts are functions of weights, accumulators and arrays, as the executor takes them. Without a
+mesh axis for the experts they are also what one device does, differentiated by JAX alone.
 """
 
 from functools import cache, partial
@@ -117,11 +117,11 @@ def last(w, accumulators, rows, labels):
 
 
 def stage(w, numbers, axis, accumulators, x, data, chunk):
-    """Run a chunk's layers; an empty place passes its input on."""
+    """Run a chunk's layers; a padding layer passes its input on."""
 
-    def one(carry, place):
+    def one(carry, layer_of):
         x, share = carry
-        number, accumulators, there = place
+        number, accumulators, there = layer_of
 
         def inside(number, chunk, accumulators, x, data):
             return layer(axis, tie(pick(w, chunk, number), accumulators), x, data)
@@ -206,15 +206,19 @@ def program(schedule, mesh, num_layers):
             lax.psum(sums.body["aux"].sum(), AXES),
             _sum(sums.body["counts"], ("data", "fsdp", "expert", "sequence"))[:, None],
         )
-        counted = lax.psum(sums.last["counted"], AXES), lax.psum(sums.first["tokens"], AXES)
+        loss_tokens = lax.psum(sums.last["loss_tokens"], AXES), lax.psum(sums.first["tokens"], AXES)
         if gradients is None:
-            return totals, counted, ()
+            return totals, loss_tokens, ()
         replicas = ("data", "fsdp", "sequence")
         body = {
             name: _sum(leaf, replicas if name == "experts" else (*replicas, "expert"))[:, None]
             for name, leaf in gradients.body.items()
         }
-        return totals, counted, Parts(_sum(gradients.first, AXES), body, _sum(gradients.last, AXES))
+        return (
+            totals,
+            loss_tokens,
+            Parts(_sum(gradients.first, AXES), body, _sum(gradients.last, AXES)),
+        )
 
     specs = Parts(P(), BODY_SPECS, P())
     out = (P(), P(), P(None, "pipeline")), P(), () if schedule.forward_only else specs

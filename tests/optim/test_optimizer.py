@@ -1,14 +1,17 @@
-"""AdamW against its textbook in NumPy, written independently of optax."""
+"""AdamW against its textbook in NumPy, written independently of optax, and to the bit."""
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from olmo_jax.config.records import OptimConfig
-from olmo_jax.optim import adamw, skip
+from olmo_jax.optim import skip
+from olmo_jax.optim.optimizer import optimizer, update
 
 DECAY = {"matrix": True, "gain": False}
 
@@ -45,10 +48,15 @@ def reference(taken, optim):
     return weights, moments
 
 
+def adamw(grads, opt_state, main, *, lr, optim):
+    decays = {"weight_decay": optim.weight_decay, "decay": DECAY}
+    return update(optimizer(optim), grads, opt_state, main, lr=jnp.float32(lr), **decays)
+
+
 @partial(jax.jit, static_argnames="optim")
-def step_of(grads, moments, main, lr, take, *, optim):
-    new = adamw.update(grads, moments, main, lr=lr, optim=optim, decay=DECAY)
-    return skip.keep(take, new, (main, moments))
+def step_of(grads, opt_state, main, lr, take, *, optim):
+    new = adamw(grads, opt_state, main, lr=lr, optim=optim)
+    return skip.keep(take, new, (main, opt_state))
 
 
 def close(got, expected):
@@ -65,26 +73,25 @@ def test_five_steps_equal_the_textbook_and_a_skipped_one_leaves_no_trace(
     optim = OptimConfig(lr=lr, weight_decay=weight_decay, betas=betas)
     static = OptimConfig(weight_decay=weight_decay, betas=betas)
     main = jax.tree.map(jnp.asarray, gradients(0))
-    moments = adamw.init(main)
+    opt_state = optimizer(optim).init(main)
     for step in range(1, 6):
-        main, moments = step_of(
-            gradients(step), moments, main, jnp.float32(lr), step != skipped, optim=static
+        main, opt_state = step_of(
+            gradients(step), opt_state, main, jnp.float32(lr), step != skipped, optim=static
         )
     taken = [step for step in range(1, 6) if step != skipped]
     weights, expected = reference(taken, optim)
-    assert moments["count"] == len(taken)
+    assert opt_state.count == len(taken)
     for name, weight in weights.items():
         close(main[name], weight)
-        close(moments["mu"][name], expected[name][0])
-        close(moments["nu"][name], expected[name][1])
+        close(opt_state.mu[name], expected[name][0])
+        close(opt_state.nu[name], expected[name][1])
 
 
 def test_decay_moves_only_the_weights_of_the_mask():
     main = {"matrix": jnp.ones((2, 2)), "gain": jnp.ones(2)}
     optim = OptimConfig(weight_decay=0.1)
     zeros = jax.tree.map(jnp.zeros_like, main)
-    arguments = {"lr": jnp.float32(0.5), "optim": optim, "decay": DECAY}
-    main, _ = adamw.update(zeros, adamw.init(main), main, **arguments)
+    main, _ = adamw(zeros, optimizer(optim).init(main), main, lr=0.5, optim=optim)
     np.testing.assert_allclose(main["matrix"], 0.95, rtol=1e-7)
     np.testing.assert_array_equal(main["gain"], 1.0)
 
@@ -94,15 +101,43 @@ def test_eps_stands_outside_the_corrected_root():
     main = {"matrix": jnp.zeros((1, 1)), "gain": jnp.zeros(1)}
     optim = OptimConfig(eps=1e-3, weight_decay=0.0)
     grads = jax.tree.map(lambda x: x + 1e-3, main)
-    arguments = {"lr": jnp.float32(1.0), "optim": optim, "decay": DECAY}
-    main, _ = adamw.update(grads, adamw.init(main), main, **arguments)
+    main, _ = adamw(grads, optimizer(optim).init(main), main, lr=1.0, optim=optim)
     np.testing.assert_allclose(main["gain"], -0.5, rtol=1e-5)
 
 
 def test_weights_and_moments_are_fp32_and_the_count_is_an_integer():
     main = jax.tree.map(jnp.asarray, gradients(0))
-    arguments = {"lr": jnp.float32(1.0), "optim": OptimConfig(), "decay": DECAY}
-    main, moments = adamw.update(main, adamw.init(main), main, **arguments)
-    count = moments.pop("count")
-    assert count.dtype == jnp.int32
-    assert {leaf.dtype for leaf in jax.tree.leaves((main, moments))} == {jnp.dtype("float32")}
+    optim = OptimConfig()
+    main, opt_state = adamw(main, optimizer(optim).init(main), main, lr=1.0, optim=optim)
+    assert opt_state.count.dtype == jnp.int32
+    leaves = jax.tree.leaves((main, opt_state.mu, opt_state.nu))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
+
+
+def test_the_weight_is_shrunk_and_then_moved_each_rounded_once():
+    """To the bit, so that a run resumes as it would have gone on: no sum of updates is formed."""
+    main, grads = jax.tree.map(jnp.asarray, (gradients(0), gradients(1)))
+    optim, lr = OptimConfig(weight_decay=0.1), np.float32(3e-3)
+    adam = optimizer(optim)
+    found, _ = adamw(grads, adam.init(main), main, lr=lr, optim=optim)
+    direction, _ = adam.update(grads, adam.init(main))
+    main, direction = jax.tree.map(np.asarray, (main, direction))
+    shrink = np.float32(1) - lr * np.float32(0.1)
+    np.testing.assert_array_equal(
+        found["matrix"], main["matrix"] * shrink - lr * direction["matrix"]
+    )
+    np.testing.assert_array_equal(found["gain"], main["gain"] - lr * direction["gain"])
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [optax.trace(0.9), optax.scale_by_rms(), optax.scale_by_lion()],
+    ids=["momentum", "rms", "lion"],
+)
+def test_any_transformation_gives_the_direction(transformation):
+    main, grads = jax.tree.map(jnp.asarray, (gradients(0), gradients(1)))
+    rates = {"lr": jnp.float32(0.5), "weight_decay": 0.0, "decay": DECAY}
+    found, opt_state = update(transformation, grads, transformation.init(main), main, **rates)
+    direction, wanted = transformation.update(grads, transformation.init(main), main)
+    chex.assert_trees_all_equal(opt_state, wanted)
+    chex.assert_trees_all_equal(found, jax.tree.map(lambda w, d: w - 0.5 * d, main, direction))

@@ -7,7 +7,7 @@ import pytest
 
 from olmo_jax.config.records import ModelConfig, RopeConfig, RouterConfig, WindowConfig
 from olmo_jax.errors import UserError
-from olmo_jax.interop.olmo3moe import Fields, config_fields, model_config
+from olmo_jax.interop.olmo3moe_config import Fields, config_fields, model_config
 from olmo_jax.interop.rotary import FULL, SLIDING
 from tests.interop.small import hf_fields, small
 

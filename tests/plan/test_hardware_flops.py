@@ -109,14 +109,14 @@ def config(request):
     return request.param
 
 
-def test_executed_flops_are_those_of_the_traced_step(config):
+def test_hardware_flops_are_those_of_the_traced_step(config):
     program = build(config, build_mesh(dict(config.mesh)))
     traced = program.jitted.trace(*program.abstract_arguments())
-    executed = hardware_flops(layout_of(config))
-    assert sum(executed.values(), start=Flops()).total == matmul_flops(live(traced.jaxpr))
+    counted = hardware_flops(layout_of(config))
+    assert sum(counted.values(), start=Flops()).total == matmul_flops(live(traced.jaxpr))
 
 
-def test_useful_flops_of_all_devices_are_those_of_all_tokens(config):
+def test_model_flops_of_all_devices_are_those_of_all_tokens(config):
     sizes, train = dict(config.mesh), config.train
     one_device = sum(part.total for part in device_model_flops(layout_of(config)).values())
     tokens = train.global_batch * train.sequence_length

@@ -14,7 +14,7 @@ from olmo_jax.config.records import RouterConfig
 from olmo_jax.errors import UserError
 from olmo_jax.interop import huggingface
 from olmo_jax.rules import resume_policy
-from olmo_jax.train import resume
+from olmo_jax.train import resume_checks
 from olmo_jax.train.metrics import Truncated, truncate
 from tests.cases import weights_of
 from tests.checkpoint.states import small
@@ -46,7 +46,7 @@ def now(**sections: Any) -> Config:
 
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
-    keys = resume_policy.keys()
+    keys = resume_policy.compared_keys()
     assert all(resume_policy.rule_of(key).why for key in keys)
     # A section stands for its keys only where they all are of one kind; these are named one by one.
     assert {
@@ -83,7 +83,7 @@ MAY = [
 
 @pytest.mark.parametrize("sections", MAY, ids=lambda sections: "-".join(sections))
 def test_what_changes_how_a_run_is_computed_may_change(sections: dict[str, Any]) -> None:
-    resume.refuse_config(saved(), now(**sections), ())
+    resume_checks.refuse_config(saved(), now(**sections), ())
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_the_weights_were_trained_for_may_not_change_at_all(
     sections: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        resume.refuse_config(saved(), now(**sections), resume_policy.ALLOWABLE)
+        resume_checks.refuse_config(saved(), now(**sections), resume_policy.ALLOWABLE)
 
 
 @pytest.mark.parametrize(
@@ -115,29 +115,29 @@ def test_what_decides_the_data_may_change_with_its_flag_only(
 ) -> None:
     others = [name for name in resume_policy.ALLOWABLE if name != flag]
     with pytest.raises(UserError, match=f"allow it with --allow-change {flag}"):
-        resume.refuse_config(saved(), now(**sections), others)
-    resume.refuse_config(saved(), now(**sections), [flag])
+        resume_checks.refuse_config(saved(), now(**sections), others)
+    resume_checks.refuse_config(saved(), now(**sections), [flag])
 
 
 def test_all_refused_keys_are_in_one_message() -> None:
     with pytest.raises(UserError, match=r"2 faults(.|\n)*seed=3(.|\n)*model.top_k=1"):
-        resume.refuse_config(saved(), now(seed=3, model={"top_k": 1}), ())
+        resume_checks.refuse_config(saved(), now(seed=3, model={"top_k": 1}), ())
 
 
 @pytest.mark.parametrize("name", ["data", "tokenizer"])
 def test_other_data_and_another_tokenizer_each_have_a_flag(name: str) -> None:
     other = {**FACTS, name: "c" * 64}
     with pytest.raises(UserError, match=rf"data.sources .*--allow-change {name} \(runs/x"):
-        resume.refuse_facts(saved(), other, ())
-    assert resume.refuse_facts(saved(), other, [name]) == [
+        resume_checks.refuse_facts(saved(), other, ())
+    assert resume_checks.refuse_facts(saved(), other, [name]) == [
         f"{name} {FACTS[name][:12]} -> {'c' * 12}"
     ]
-    assert resume.refuse_facts(saved(), FACTS, ()) == []
+    assert resume_checks.refuse_facts(saved(), FACTS, ()) == []
 
 
 def test_data_is_known_by_its_tokens_and_shares_not_by_its_folder(tmp_path: Path) -> None:
     def data(*arguments: Any, **keywords: Any) -> str:
-        return resume.facts_of(open_folders(*arguments, **keywords))["data"]
+        return resume_checks.facts_of(open_folders(*arguments, **keywords))["data"]
 
     a, moved = counting(tmp_path / "a", 20, 4), counting(tmp_path / "moved", 20, 4)
     other, b = counting(tmp_path / "other", 20, 4, first=2), counting(tmp_path / "b", 9, 4, first=7)
@@ -152,23 +152,50 @@ def test_a_label_mask_is_part_of_the_data(tmp_path: Path) -> None:
     facts = set()
     for name, wanted in (("all", 8), ("some", 4)):
         np.save(tmp_path / f"{name}.npy", np.arange(8) < wanted)
-        facts.add(
-            resume.facts_of(open_folders(folder, label_mask=str(tmp_path / f"{name}.npy")))["data"]
-        )
-    facts.add(resume.facts_of(open_folders(folder))["data"])
+        corpus = open_folders(folder, label_mask=str(tmp_path / f"{name}.npy"))
+        facts.add(resume_checks.facts_of(corpus)["data"])
+    facts.add(resume_checks.facts_of(open_folders(folder))["data"])
     assert len(facts) == 3
 
 
 def test_what_changed_is_said_line_by_line() -> None:
     config = now(mesh={"data": 4}, optim={"lr": 0.5}, checkpoint={"init_from": "old"})
-    assert list(resume.said(saved(), config, ["data a -> b"])) == [
-        "going on from runs/x/checkpoints/step_120: 120 steps, 960 sequences, 245,760 tokens",
+    assert list(resume_checks.said(saved(), config, ["data a -> b"])) == [
+        "resuming from runs/x/checkpoints/step_120: 120 steps, 960 sequences, 245,760 tokens",
         "changed: mesh.data 1 -> 4",
         "changed: optim.lr 0.001 -> 0.5",
         "changed: checkpoint.init_from null -> old",
         "changed: data a -> b",
         "checkpoint.init_from=old is not read: the run has a checkpoint of its own",
     ]
+
+
+@pytest.mark.parametrize(
+    ("scope", "sections", "words"),
+    [
+        ("instance", {"train": {"microbatch": 2}, "mesh": {"data": 2, "sequence": 2}}, ""),
+        ("microbatch", {"train": {"microbatch": 2}}, "train.microbatch 1 -> 2"),
+        ("microbatch", {"mesh": {"sequence": 2}}, "mesh.sequence 1 -> 2"),
+        ("microbatch", {"mesh": {"data": 2}}, ""),
+        ("global", {"train": {"microbatch": 4}}, "train.microbatch 1 -> 4"),
+        ("global", {"mesh": {"data": 2, "expert": 2}}, "mesh.data 1 -> 2 and mesh.expert 1 -> 2"),
+        ("global", {"mesh": {"sequence": 2, "pipeline": 2}}, ""),
+        ("global", {"train": {"global_batch": 64, "recompute": "block"}}, ""),
+    ],
+)
+def test_a_balance_loss_over_other_tokens_is_said(
+    scope: str, sections: dict[str, Any], words: str
+) -> None:
+    router = {"router": {"balance_scope": scope}}
+    said = [
+        line
+        for line in resume_checks.said(saved(now(model=router)), now(model=router, **sections), [])
+        if "balance" in line
+    ]
+    assert len(said) == bool(words)
+    assert not words or (words in said[0] and f"balance_scope={scope}" in said[0])
+    silent = {"router": {"balance_scope": scope, "balance_weight": 0.0}}
+    assert not list(resume_policy.other_balance(saved().config, now(model=silent, **sections)))
 
 
 def test_a_key_that_an_older_checkpoint_lacks_had_its_default() -> None:

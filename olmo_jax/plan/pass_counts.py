@@ -34,10 +34,11 @@ class Passes(NamedTuple):
 
 
 def num_ticks(ranks: int, chunks: int, microbatches: int) -> int:
-    """Return the ticks with a forward of a lock-step schedule, which are those with a backward.
+    """Return the ticks of a schedule that have a forward: as many as have a backward.
 
     In each a rank runs one chunk forward, idle or not.
     """
+    # The first rank runs V M forwards without a gap, and the last one begins P - 1 ticks later.
     return chunks * microbatches + ranks - 1
 
 
@@ -51,6 +52,7 @@ def passes(layout: Layout) -> Passes:
     tokens, ranks = layout.microbatch_tokens, layout.sizes["pipeline"]
     if layout.stages is None:
         return Passes(groups, groups.body, microbatches, microbatches, microbatches, tokens)
+    # One program runs on all ranks, so all run what the fullest stage has, in every tick.
     chunks, _, per_stage = layout.stages.shape
     return Passes(
         groups=groups,

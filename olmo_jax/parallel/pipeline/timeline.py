@@ -1,6 +1,6 @@
-"""A schedule on a clock where a forward takes 1 unit and a backward 2: bubble, live activations.
+"""A schedule in time, a forward 1 unit and a backward 2: bubble, live activations.
 
-The report calls these units slots; here a slot is a place for residuals.
+The report calls these units slots; here a slot is memory for the residuals of one forward.
 """
 
 from fractions import Fraction
@@ -29,13 +29,11 @@ class Timeline(NamedTuple):
 def timeline(schedule: Schedule) -> Timeline:
     """Return the starts of all ops.
 
-    A lock-step tick takes as long as what any rank does in it: 1 in warm-up, 2 in cool-down, 3
+    A tick takes as long as what any rank does in it: 1 in warm-up, 2 in cool-down, 3
     between.
     """
     forward = ticks_of(schedule, schedule.forward)
     backward = ticks_of(schedule, schedule.backward)
-    if not schedule.lockstep:
-        return Timeline(forward, backward, schedule.num_ticks)
     forward_units = FORWARD_UNITS * schedule.forward.valid.any(axis=1)
     units = forward_units + BACKWARD_UNITS * schedule.backward.valid.any(axis=1)
     starts = np.cumsum(units) - units
@@ -54,6 +52,7 @@ def live(schedule: Schedule) -> Int[np.ndarray, "ticks ranks"]:
     """Return how many chunk activations each rank holds after the forward of each tick."""
     if schedule.forward_only:
         return np.zeros((schedule.num_ticks, schedule.ranks), np.int64)
+    # The tick's own backward is not subtracted: it runs after the forward and reads its residuals.
     forwards, backwards = schedule.forward.valid, schedule.backward.valid
     return np.cumsum(forwards, axis=0) - (np.cumsum(backwards, axis=0) - backwards)
 

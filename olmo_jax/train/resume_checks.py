@@ -11,7 +11,8 @@ from olmo_jax.data.corpus import Corpus
 from olmo_jax.data.shards import evenly
 from olmo_jax.data.token_manifest import digest
 from olmo_jax.errors import UserError
-from olmo_jax.rules.resume_policy import Change, Rule, changes, rule_of
+from olmo_jax.rules.resume_policy import Change, Rule, changes, other_balance, rule_of
+from olmo_jax.train import horizon
 
 MASK_SAMPLES = 1024
 
@@ -48,6 +49,7 @@ def facts_of(corpus: Corpus) -> dict[str, str]:
 
     Of a label mask a sample counts: reading all of it takes as long as the data is large.
     """
+    # What would change the sequences: tokens, weights of the mixture, label masks. Not the path.
     facts = []
     for config, source in zip(corpus.data.sources, corpus.sources, strict=True):
         facts += [source.fingerprint, repr(config.weight), *map(_sample, source.train.masks or ())]
@@ -92,10 +94,12 @@ def said(earlier: Saved, config: Config, other: Sequence[str]) -> Iterator[str]:
     """Yield where a run goes on, a line for everything that changed, and what is not read."""
     step, sequences, tokens = earlier.position
     yield (
-        f"going on from {earlier.folder}: {step} steps, {sequences:,} sequences, {tokens:,} tokens"
+        f"resuming from {earlier.folder}: {step} steps, {sequences:,} sequences, {tokens:,} tokens"
     )
     for change in [*map(str, changes(earlier.config, config)), *other]:
         yield f"changed: {change}"
+    yield from other_balance(earlier.config, config)
+    yield from horizon.said(earlier, config)
     if config.checkpoint.init_from is not None:
         yield (
             f"checkpoint.init_from={config.checkpoint.init_from} is not read: the run has a "

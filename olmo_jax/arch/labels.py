@@ -1,0 +1,4 @@
+"""Labels of a batch."""
+
+IGNORED = -100
+"""The label of a position that no loss counts."""

@@ -1,0 +1,10 @@
+"""Names of files that more than one package writes or looks for."""
+
+CONFIG = "config.yaml"
+"""A run's config, in its folder and in a job's."""
+
+TOKENIZER = "tokenizer.json"
+"""A tokenizer as Hugging Face writes it: beside tokens, in a run folder, in an export."""
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, in its own."""
