@@ -328,6 +328,10 @@ def test_another_runs_checkpoint_is_neither_counted_nor_removed(
     assert read_saved(run_dir).position.step == 4
 
 
+def failing() -> None:
+    raise OSError
+
+
 def test_a_run_whose_folder_is_another_one_saves_and_removes_nothing(
     tmp_path: Path, program, state
 ) -> None:
@@ -353,7 +357,11 @@ def test_a_run_whose_folder_is_another_one_saves_and_removes_nothing(
     for act in (checkpoints.wait, lambda: checkpoints.save(state, Position(4, 1, 1), **facts)):
         with pytest.raises(UserError, match=r"run was removed or replaced while this run"):
             act()
-        checkpoints._writing = 3
+    # A write that fails takes nothing of the other run's with it.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checkpoints._writer, "wait_until_finished", failing)
+        with pytest.raises(UserError, match="could not be written"):
+            checkpoints.wait()
     checkpoints.__exit__(UserError, UserError("lost"), None)
     lock.free()
     assert sorted(run_dir.rglob("*")) == there
