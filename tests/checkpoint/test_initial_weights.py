@@ -202,11 +202,12 @@ def test_weights_that_are_not_finite_are_refused_by_leaf(tmp_path, program, prog
     # A run never saves such weights; an older version may have, or moments.
     other = program_of(asks_for_moments(small()))
     state = random_state(other)
-    nu = {name: leaf.at[(0,) * leaf.ndim].set(np.inf) for name, leaf in state.moments["nu"].items()}
+    before = state.opt_state
+    nu = {name: leaf.at[(0,) * leaf.ndim].set(np.inf) for name, leaf in before.nu.items()}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Checkpoints, "_refuse_nonfinite", lambda *_: None)
         with Checkpoints(tmp_path / "run", CheckpointConfig()) as checkpoints:
-            broken = state._replace(moments={**state.moments, "nu": nu})
+            broken = state._replace(opt_state=before._replace(nu=nu))
             checkpoints.save(broken, Position(7, 1, 1), config=other.config, facts=FACTS)
     with pytest.raises(UserError, match=r"not finite in nu/\S+, nu/.* and \d+ more; a run starts"):
         initial_weights(tmp_path / "run", other)

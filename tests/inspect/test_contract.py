@@ -98,14 +98,6 @@ def test_the_tool_prints_a_column_for_each_number_of_microbatches(contracts):
     assert [cell.strip() for cell in loops.split("│")[2:4]] == ["none", "4"]
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "printed"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (2**31, "2.00 GiB")],
-)
-def test_sizes_are_printed_in_a_readable_unit(num_bytes, printed):
-    assert load_tool().size(num_bytes) == printed
-
-
 def test_the_tool_names_a_wrong_config_and_asks_for_one(capsys):
     tool = load_tool()
     assert tool.main([]) == 2

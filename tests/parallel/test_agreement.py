@@ -253,7 +253,7 @@ def test_expert_counts_are_a_bincount_over_the_real_tokens_of_the_global_batch(p
 
 def test_router_bias_moves_once_a_step_by_the_counts_of_all_microbatches(program_of, steps):
     for config in BOTH_METHODS:
-        assert program_of(config).num_microbatches > 1
+        assert program_of(config).layout.num_microbatches > 1
         state, metrics, _ = steps(config)
         counts = metrics["expert_counts"].astype(np.float64)
         moved = 0.01 * np.sign(counts.mean(-1, keepdims=True) - counts)
@@ -355,15 +355,15 @@ def test_a_router_loss_times_ten_changes_its_part_of_the_gradient_by_ten(
 
 @pytest.mark.parametrize("value", [np.nan, pytest.param(1e4, marks=pytest.mark.matrix)])
 def test_rows_past_the_last_expert_reach_neither_losses_nor_gradients(value, steps, monkeypatch):
-    routed_mlp = step.routed_mlp
+    grouped_experts = step.grouped_experts
 
     def poisoned(pool, rows, group_sizes):
         dead = jax.numpy.arange(rows.shape[0])[:, None] >= group_sizes.sum()
-        y = routed_mlp(pool, jax.numpy.where(dead, value, rows), group_sizes)
+        y = grouped_experts(pool, jax.numpy.where(dead, value, rows), group_sizes)
         return jax.numpy.where(dead, value, y)
 
     _, metrics, gradients = steps(REPLICATED)
-    monkeypatch.setattr(step, "routed_mlp", poisoned)
+    monkeypatch.setattr(step, "grouped_experts", poisoned)
     program = build(REPLICATED, build_mesh(dict(REPLICATED.mesh)))
     _, same_metrics, same_gradients = first_step(program)
     # Two programs, that may fuse and so round differently.

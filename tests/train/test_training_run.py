@@ -301,7 +301,7 @@ def test_a_signal_while_the_weights_are_written_does_not_cost_them(
         training_run, "corpus_of", lambda _: MagicMock(spec=Corpus, tokenizer_path=None)
     )
     monkeypatch.setattr(training_run, "build_here", lambda _: program)
-    monkeypatch.setattr(training_run.resume, "facts_of", lambda _: {})
+    monkeypatch.setattr(training_run.resume_checks, "facts_of", lambda _: {})
     monkeypatch.setattr(
         training_run, "upcoming", lambda *_: (Upcoming(at(n), NO_BATCH, 0.5) for n in (1, 2))
     )
