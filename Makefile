@@ -12,7 +12,7 @@ FIND_NEXT = for python in python3.13 python3.12 $(PYENV)/3.13.*/bin/python $(PYE
 	"$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null \
 	&& command -v "$$python" && break; done
 NEXT_PYTHON ?= $(shell $(FIND_NEXT))
-NEXT_TESTS := tests/config tests/mesh tests/ops tests/model tests/parallel tests/optim tests/train
+NEXT_TESTS := tests/config tests/arch tests/rules tests/mesh tests/ops tests/model tests/parallel tests/optim tests/train
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu quickstart test verify format check-format lint types next next-python locks clean
@@ -37,7 +37,7 @@ install: .venv/installed
 		echo "$(PYTHON) is $$($(PYTHON) -V 2>&1); olmo_jax needs Python >= 3.11; name one: make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "$(PYTHON) has no venv; install it (Debian: apt-get install python3-venv)" >&2; exit 1; }
-	@echo "installing into .venv (once)"
+	@echo "installing into .venv (once, a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python $(INSTALL) --no-deps -r requirements.lock
 	@$(BIN)/python $(INSTALL) --no-deps --no-build-isolation -e .
@@ -94,7 +94,7 @@ next-python:
 
 .venv-next/installed: requirements-next.lock pyproject.toml
 	@test -n "$(NEXT_PYTHON)" || { echo "no Python >= 3.12 found; name one: make next NEXT_PYTHON=python3.12" >&2; exit 1; }
-	@echo "installing into .venv-next (once)"
+	@echo "installing into .venv-next (once, a few minutes)"
 	@test -x $(NEXT)/python || $(NEXT_PYTHON) -m venv .venv-next
 	@$(NEXT)/python $(INSTALL) --no-deps -r requirements-next.lock
 	@$(NEXT)/python $(INSTALL) --no-deps --no-build-isolation -e .

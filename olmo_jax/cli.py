@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A wrong usage exits with 2, a job in which nothing moves any more with 124 (its watchdog).
     """
-    given = parse(arguments)
     try:
+        given = parse(arguments)
         return COMMANDS[given.command](given) or 0
     except UserError as error:
         complain(f"olmo-jax: {error}")

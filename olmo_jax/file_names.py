@@ -8,3 +8,6 @@ TOKENIZER = "tokenizer.json"
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in its own."""
+
+PATTERN_SIGNS = ("*", "?", "[", "\\")
+"""What no path of a run may have: Orbax takes it for a pattern of several paths."""

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -171,3 +172,23 @@ def test_python_imports_what_is_there(page: Path) -> None:
                     whole = f"{node.module}.{alias.name}"
                     there = hasattr(importlib.import_module(node.module), alias.name)
                     assert there or importlib.import_module(whole)
+
+
+def test_calls_of_the_readmes_python_fit_their_functions():
+    """Each call of what the block imports, by the number and names of its arguments."""
+    tree = ast.parse(FRONT[0].read_text().split("```python\n")[1].split("```")[0])
+    known = {}
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            module = importlib.import_module(str(node.module))
+            path = f"{node.module}.{alias.name}"
+            known[alias.name] = getattr(module, alias.name, None) or importlib.import_module(path)
+    num_calls = 0
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name, _, attribute = ast.unparse(call.func).partition(".")
+        if name in known and name != "Path":
+            function = getattr(known[name], attribute) if attribute else known[name]
+            given = {word.arg: None for word in call.keywords}
+            inspect.signature(function).bind(*call.args, **given)
+            num_calls += 1
+    assert num_calls == 6

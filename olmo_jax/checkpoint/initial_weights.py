@@ -77,10 +77,10 @@ def _refuse_huggingface(
 def initial_weights(
     path: str | os.PathLike[str], program: Program[Any]
 ) -> tuple[Leaves, Leaves, Any]:
-    """Return main weights, router bias and optimizer's state (None unless asked for) of `path`.
+    """Return main weights, expert biases and optimizer's state (None unless asked for) of `path`.
 
     A run folder gives its last checkpoint, or the one that `path` is; a Hugging Face folder has
-    neither moments nor router bias, which then starts at zero.
+    neither moments nor expert biases, which then start at zero.
 
     Raises: UserError if `path` is neither, or if a leaf is missing, too much or of another shape.
     """

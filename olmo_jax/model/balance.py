@@ -1,4 +1,4 @@
-"""What keeps experts evenly used: counts, balance and z losses, the rule of the router bias."""
+"""What keeps experts evenly used: counts, balance and z losses, the rule of the expert bias."""
 
 from typing import NamedTuple
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from olmo_jax.arch.activations import NAMES
 from olmo_jax.config.messages import listing, show
 from olmo_jax.config.records import INT32_MAX, Config, ScheduleConfig
+from olmo_jax.file_names import PATTERN_SIGNS
 
 
 def counts_fit(config: Config) -> Iterator[str]:
@@ -139,4 +140,9 @@ def local_run_dir(config: Config) -> Iterator[str]:
         yield (
             f"run_dir={config.run_dir} is in no file system, and metrics.jsonl and logs grow line "
             "by line, which a bucket cannot; write a folder that all processes see"
+        )
+    if found := [sign for sign in PATTERN_SIGNS if sign in config.run_dir]:
+        yield (
+            f"run_dir={config.run_dir} has {' '.join(found)}, and {' '.join(PATTERN_SIGNS)} in a "
+            "path are a pattern of several for Orbax; write a run_dir without"
         )

@@ -17,6 +17,7 @@ from olmo_jax.checkpoint import (
     restore_weights,
 )
 from olmo_jax.config import Config
+from olmo_jax.config.messages import show
 from olmo_jax.data.corpus import Corpus, corpus_of, open_corpus
 from olmo_jax.data.token_manifest import shard_fingerprint
 from olmo_jax.errors import UserError
@@ -53,7 +54,8 @@ def evaluate(
     batches = corpus.held_out(train.global_batch, train.eval_batches, program.rows)
     # One at a time: XLA:CPU deadlocks when dozens of programs with collectives are queued.
     parts = [jax.device_get(program.evaluate(state, program.put(batch))) for batch in batches]
-    return evaluation_of(parts), [*seen(saved, corpus), *map(str, changes)]
+    texts = [*seen(saved, corpus), *map(str, changes), *other_attention(saved, config)]
+    return evaluation_of(parts), texts
 
 
 def refuse_other_tokenizer(saved: Saved, facts: Mapping[str, str]) -> None:
@@ -79,11 +81,17 @@ def seen(saved: Saved, corpus: Corpus) -> list[str]:
     if trained is None:
         return ["the run's data is not there: it may have been trained on these documents"]
     there = shards_of(corpus)
-    before, now = saved.config["data"]["eval_fraction"], corpus.data.eval_fraction
+    before, now = resume_checks.of_checkpoint(saved), corpus.data.eval_fraction
     if not there & trained or now <= before:
         return []
     share = f"about {1 - before / now:.0%}" if there <= trained else "a part"
     return [f"trained on {share} of these documents"]
+
+
+def other_attention(saved: Saved, config: Config) -> list[str]:
+    """Say if attention crosses documents where the weights were trained without, or the reverse."""
+    before, now = saved.config["data"]["document_attention"], config.data.document_attention
+    return [] if before == now else [f"data.document_attention {show(before)} -> {show(now)}"]
 
 
 def trained_shards(saved: Saved) -> set[str] | None:

@@ -16,6 +16,24 @@ from olmo_jax.train import horizon
 
 MASK_SAMPLES = 1024
 
+HELD_OUT = "held_out_fraction"
+"""The name under which a checkpoint keeps how much its weights never saw: see `never_seen`."""
+
+
+def of_checkpoint(saved: Saved) -> float:
+    """Return the fraction of the documents that a checkpoint's weights were never trained on."""
+    recorded = saved.facts.get(HELD_OUT)
+    return saved.config["data"]["eval_fraction"] if recorded is None else float(recorded)
+
+
+def never_seen(config: Config, earlier: Saved | None) -> float:
+    """Return the smallest `data.eval_fraction` of a run so far: what no part of it trained on.
+
+    A document is held out by its own hash, so a larger fraction holds out those of a smaller one.
+    """
+    now = config.data.eval_fraction
+    return now if earlier is None else min(now, of_checkpoint(earlier))
+
 
 def refuse_config(earlier: Saved, config: Config, allowed: Collection[str]) -> None:
     """Refuse changed keys that may not change, all in one message.
@@ -100,6 +118,12 @@ def said(earlier: Saved, config: Config, other: Sequence[str]) -> Iterator[str]:
         yield f"changed: {change}"
     yield from other_balance(earlier.config, config)
     yield from horizon.said(earlier, config)
+    held_out, fraction = config.data.eval_fraction, never_seen(config, earlier)
+    if held_out > fraction:
+        yield (
+            f"data.eval_fraction={show(held_out)} holds out documents that this run was trained "
+            f"on, about {1 - fraction / held_out:.0%} of them: eval_loss says less than it seems"
+        )
     if config.checkpoint.init_from is not None:
         yield (
             f"checkpoint.init_from={config.checkpoint.init_from} is not read: the run has a "

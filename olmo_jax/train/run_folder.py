@@ -12,7 +12,7 @@ from pathlib import Path
 from olmo_jax.config import Config
 from olmo_jax.config_file import load, to_yaml
 from olmo_jax.errors import UserError
-from olmo_jax.file_names import CHECKPOINTS, CONFIG, TOKENIZER
+from olmo_jax.file_names import CHECKPOINTS, CONFIG, PATTERN_SIGNS, TOKENIZER
 
 DEVICES = "devices.txt"
 METRICS = "metrics.jsonl"
@@ -28,15 +28,12 @@ def refuse_unusable(run_dir: Path) -> None:
     Raises: UserError.
     """
     path = str(run_dir.absolute())
-    if found := [sign for sign in _PATTERN_SIGNS if sign in path]:
+    if found := [sign for sign in PATTERN_SIGNS if sign in path]:
         raise UserError(
             f"run_dir={run_dir} is {path} and has {' '.join(found)}; Orbax takes "
-            f"{' '.join(_PATTERN_SIGNS)} in a path for a pattern of several; write a run_dir "
+            f"{' '.join(PATTERN_SIGNS)} in a path for a pattern of several; write a run_dir "
             "without"
         )
-
-
-_PATTERN_SIGNS = ("*", "?", "[", "\\")
 
 
 def refuse_foreign(run_dir: Path) -> None:

@@ -56,8 +56,8 @@ def sample(run_dir: Path, text: str, *, num_tokens: int, temperature: float, see
     return tokenizer.decode(ids)
 
 
-def restored(run_dir: Path, model: ModelConfig, step: int) -> dict[str, jax.Array]:
-    """Return a run's weights after a step on one device."""
+def restored(run_dir: Path, model: ModelConfig, step: int | None = None) -> dict[str, jax.Array]:
+    """Return a run's weights on one device: after a step, or those of its last checkpoint."""
     params, expert_bias = jax.eval_shape(lambda: initialise(model, 0))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = {

@@ -199,7 +199,9 @@ def prepared(
     position = earlier.position if earlier else START
     begun = horizon.first(program.config, earlier)
     held_out = held_out_batches(corpus, program)
-    known = {**facts, RUN_ID: run_id} if run_id else facts
+    known = {**facts, resume_checks.HELD_OUT: repr(resume_checks.never_seen(config, earlier))}
+    if run_id:
+        known[RUN_ID] = run_id
     return Run(console, checkpoints, program, corpus, held_out, known, position, begun)
 
 

@@ -88,6 +88,11 @@ WRONG = [
         "write a folder that all processes see",
     ),
     (
+        "run_dir=exp[x]",
+        "run_dir=exp[x] has [, and * ? [ \\ in a path are a pattern",
+        "write a run_dir without",
+    ),
+    (
         "train.recompute=[query,atention]",
         "train.recompute=[query, atention] has atention",
         "(the nearest is attention)",

@@ -1,6 +1,7 @@
 """What may differ when a run goes on, and how its metrics are cut back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,29 @@ def test_what_changed_is_said_line_by_line() -> None:
         "changed: data a -> b",
         "checkpoint.init_from=old is not read: the run has a checkpoint of its own",
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "kept", "after", "unseen", "words"),
+    [
+        (0.2, None, 0.2, 0.2, ""),
+        (0.2, None, 0.1, 0.1, ""),
+        (0.1, None, 0.2, 0.1, "about 50% of them"),
+        (0.0, None, 0.1, 0.0, "about 100% of them"),
+        (0.2, "0.05", 0.2, 0.05, "about 75% of them"),
+    ],
+)
+def test_documents_that_any_part_of_a_run_was_trained_on_are_said(
+    before: float, kept: str | None, after: float, unseen: float, words: str
+) -> None:
+    earlier = saved(now(data={"eval_fraction": before}))
+    if kept is not None:
+        earlier = replace(earlier, facts={**FACTS, resume_checks.HELD_OUT: kept})
+    config = now(data={"eval_fraction": after})
+    assert resume_checks.never_seen(config, earlier) == unseen
+    said = [line for line in resume_checks.said(earlier, config, []) if "trained on" in line]
+    assert len(said) == bool(words)
+    assert all(words in line for line in said)
 
 
 @pytest.mark.parametrize(
