@@ -476,7 +476,9 @@ def test_sample_continues_the_prompt(folder: Path, capsys: pytest.CaptureFixture
 
 
 # SIGHUP comes when an ssh connection ends.
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)]
+)
 @pytest.mark.usefixtures("signals_of_a_terminal")
 def test_a_signal_ends_a_run_after_its_step_with_exit_0(
     folder: Path, variables: dict[str, str], number: signal.Signals

@@ -331,8 +331,8 @@ def test_without_held_out_documents_nothing_is_evaluated(tmp_path: Path) -> None
 
 
 def test_no_step_is_charged_for_an_evaluation(tmp_path: Path) -> None:
-    ran = run(tmp_path, config_of(4, eval_every=2), held_out=1, evaluation_s=0.3)
-    assert all(line["step_time_s"] < 0.2 for line in ran.lines)
+    ran = run(tmp_path, config_of(4, eval_every=2), held_out=1, evaluation_s=1.0)
+    assert all(line["step_time_s"] < 0.9 for line in ran.lines)
 
 
 def test_a_bad_step_is_shown_and_written_as_nan(tmp_path: Path) -> None:
