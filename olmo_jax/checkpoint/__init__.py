@@ -11,7 +11,9 @@ from olmo_jax.checkpoint.identity import (
     model_of,
     refuse_edited,
     refuse_other_model,
+    refuse_other_tokenizer,
     refuse_other_tokenizer_file,
+    tokenizer_of,
 )
 from olmo_jax.checkpoint.initial_weights import initial_weights, refuse_start
 from olmo_jax.checkpoint.manifest import Position, Saved
@@ -27,9 +29,11 @@ __all__ = [
     "read_saved",
     "refuse_edited",
     "refuse_other_model",
+    "refuse_other_tokenizer",
     "refuse_other_tokenizer_file",
     "refuse_start",
     "restore_weights",
     "run_id_of",
     "steps",
+    "tokenizer_of",
 ]

@@ -1,7 +1,6 @@
 """The checkpoints of one run: written behind its steps, read back onto any mesh."""
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import orbax.checkpoint as ocp
 
 from olmo_jax.checkpoint import disk_errors, folders, manifest, reading
 from olmo_jax.checkpoint.checksum import examined
+from olmo_jax.checkpoint.folders import RunDir
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, resized, stored, unstored
 from olmo_jax.checkpoint.manifest import Position, Saved
 from olmo_jax.checkpoint.protocols import Program, S, State
@@ -20,8 +20,6 @@ _MAY_BE_NONFINITE = ("history",)
 """The history may tell of bad losses; from anything else that is not finite no step can resume."""
 
 _NAMED = 4
-
-RunDir = str | os.PathLike[str]
 
 
 class Checkpoints:
@@ -159,7 +157,7 @@ class Checkpoints:
             except Exception:
                 self._remove_part()
                 raise
-            # Only now: until the new one is whole, the old ones are what a run goes on from.
+            # Only now: until the new one is whole, the old ones are what a run resumes from.
             if prune and written is not None and jax.process_index() == 0:
                 self.refuse_lost()
                 self._remove_superfluous(written)
@@ -257,7 +255,7 @@ def restore_weights(
 def check_weights(
     saved: Saved, shapes: Mapping[str, jax.ShapeDtypeStruct], config: Config | None
 ) -> dict[Key, jax.ShapeDtypeStruct]:
-    """Return the leaves of weights and selection biases with these shapes; no array is read.
+    """Return the leaves of weights and expert biases with these shapes; no array is read.
 
     Raises: UserError as `restore_weights` does for a leaf of another shape.
     """

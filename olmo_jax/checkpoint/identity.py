@@ -68,12 +68,21 @@ def digests_of_tokenizer(path: Path) -> set[str]:
     return {hashlib.sha256(text).hexdigest() for text in (path.read_bytes(), spelled)}
 
 
+def tokenizer_of(saved: Saved) -> set[str]:
+    """Return what identifies the tokenizer of a checkpoint; nothing if it does not say."""
+    return {saved.facts["tokenizer"]} if "tokenizer" in saved.facts else set()
+
+
 def refuse_other_tokenizer(
-    folder: object, recorded: Collection[str], facts: Mapping[str, str], allowed: Collection[str]
+    folder: object,
+    recorded: Collection[str],
+    facts: Mapping[str, str],
+    allowed: Collection[str] | None = None,
 ) -> list[str]:
     """Refuse data of another tokenizer than the weights of a folder were trained with.
 
-    Returns what differs and is allowed by "tokenizer". What is not `recorded` is not compared.
+    Returns what differs and is allowed by "tokenizer"; None allows nothing ever. What is not
+    `recorded` is not compared.
 
     Raises: UserError.
     """
@@ -81,11 +90,12 @@ def refuse_other_tokenizer(
     if now is None or not recorded or now in recorded:
         return []
     before = min(recorded)
-    if "tokenizer" not in allowed:
+    if allowed is None or "tokenizer" not in allowed:
+        way_out = "" if allowed is None else ", or allow it with --allow-change tokenizer"
         raise UserError(
             f"data.sources was tokenized with tokenizer {now[:12]}, and the weights of {folder} "
             f"were trained with {before[:12]}; a token id must keep its meaning; tokenize with the "
-            "tokenizer.json there, or allow it with --allow-change tokenizer"
+            f"tokenizer.json there{way_out}"
         )
     return [f"tokenizer {before[:12]} -> {now[:12]}"]
 

@@ -53,8 +53,8 @@ def refuse_start(
     changes = identity.refuse_other_model(
         saved.folder, identity.model_of(saved), config.model, allowed
     )
-    recorded = {saved.facts["tokenizer"]} if "tokenizer" in saved.facts else set()
-    other = identity.refuse_other_tokenizer(saved.folder, recorded, facts or {}, allowed)
+    there = identity.tokenizer_of(saved)
+    other = identity.refuse_other_tokenizer(saved.folder, there, facts or {}, allowed)
     return [f"{saved.folder}: {text}" for text in [*map(str, changes), *other]]
 
 

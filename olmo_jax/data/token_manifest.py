@@ -107,6 +107,13 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} does not agree with its own fingerprint {manifest.fingerprint[:12]}, so it "
             "was changed by hand; write the folder again with `olmo-jax data tokenize`"
         )
+    for name in ("num_tokens", "num_documents"):
+        total = sum(getattr(shard, name) for shard in manifest.files)
+        if total != (stated := getattr(manifest, name)):
+            raise UserError(
+                f"{path} has {name}={stated}, and its files have {total} together, so it was "
+                "changed by hand; write the folder again with `olmo-jax data tokenize`"
+            )
     return manifest
 
 

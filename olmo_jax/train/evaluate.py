@@ -1,6 +1,6 @@
 """Evaluate a run's last weights on its held-out documents, with the code that training uses."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 import jax
@@ -13,8 +13,10 @@ from olmo_jax.checkpoint import (
     model_of,
     read_saved,
     refuse_other_model,
+    refuse_other_tokenizer,
     refuse_other_tokenizer_file,
     restore_weights,
+    tokenizer_of,
 )
 from olmo_jax.config import Config
 from olmo_jax.config.messages import show
@@ -44,7 +46,7 @@ def evaluate(
     saved = read_saved(run_dir)
     refuse_other_tokenizer_file(saved)
     corpus = corpus_of(config)
-    refuse_other_tokenizer(saved, resume_checks.facts_of(corpus))
+    refuse_other_tokenizer(saved.folder, tokenizer_of(saved), resume_checks.facts_of(corpus))
     program = build_here(config)
     like = program.abstract_stored()
     check_weights(saved, like.main | like.expert_bias, program.config)
@@ -56,20 +58,6 @@ def evaluate(
     parts = [jax.device_get(program.evaluate(state, program.put(batch))) for batch in batches]
     texts = [*seen(saved, corpus), *map(str, changes), *other_attention(saved, config)]
     return evaluation_of(parts), texts
-
-
-def refuse_other_tokenizer(saved: Saved, facts: Mapping[str, str]) -> None:
-    """Refuse tokens that the weights read as other text.
-
-    Raises: UserError.
-    """
-    before, now = saved.facts.get("tokenizer"), facts["tokenizer"]
-    if before not in (None, now):
-        raise UserError(
-            f"data.sources was tokenized with tokenizer {now[:12]}, and {saved.folder} was trained "
-            f"with {before[:12]}; a token id must keep its meaning; tokenize with the run's "
-            "tokenizer.json"
-        )
 
 
 def seen(saved: Saved, corpus: Corpus) -> list[str]:

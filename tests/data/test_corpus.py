@@ -261,6 +261,9 @@ def test_what_is_wrong_with_the_files_is_said_when_they_are_opened(tmp_path):
         r"no manifest\.json, so it is not a folder": without("2", "manifest.json"),
         r"manifest\.json is not a manifest of tokens": edit("3", "manifest.json", "{}"),
         r"not a manifest of tokens: the file: Invalid JSON": edit("4", "manifest.json", "no"),
+        r"num_tokens=5, and its files have 41 together": replace(
+            "19", '"num_tokens": 41,\n "num_documents"', '"num_tokens": 5,\n "num_documents"'
+        ),
         r"own fingerprint \w+, so it was": replace("5", '"vocab_size": 5000', '"vocab_size": 400'),
         r"tokens_00000\.npy: there is no such file": without("6", name),
         r"is not a whole \.npy file": cut("7", -9),
@@ -302,8 +305,9 @@ def forged(folder: Path, borders: np.ndarray | None = None, **changed: object) -
     if borders is not None:
         np.save(folder / shard.documents, borders)
         changed["documents_sha256"] = file_digest(folder / shard.documents)
-    files = (shard.model_copy(update=changed),)
-    manifest = manifest.model_copy(update={"files": files})
+    shard = shard.model_copy(update=changed)
+    totals = {name: getattr(shard, name) for name in ("num_tokens", "num_documents")}
+    manifest = manifest.model_copy(update={"files": (shard,), **totals})
     fingerprint = expected_fingerprint(manifest)
     write_manifest(folder, manifest.model_copy(update={"fingerprint": fingerprint}))
     return folder
