@@ -6,7 +6,7 @@ from olmo_jax.checkpoint.checkpoints import (
     read_saved,
     restore_weights,
 )
-from olmo_jax.checkpoint.folders import RUN_ID, run_id_of, steps
+from olmo_jax.checkpoint.folders import RUN_ID, refuse_in_the_way, run_id_of, steps
 from olmo_jax.checkpoint.identity import (
     model_of,
     refuse_edited,
@@ -15,7 +15,7 @@ from olmo_jax.checkpoint.identity import (
     refuse_other_tokenizer_file,
     tokenizer_of,
 )
-from olmo_jax.checkpoint.initial_weights import initial_weights, refuse_start
+from olmo_jax.checkpoint.initial_weights import initial_weights, refuse_start, source_of_weights
 from olmo_jax.checkpoint.manifest import Position, Saved
 
 __all__ = [
@@ -28,12 +28,14 @@ __all__ = [
     "model_of",
     "read_saved",
     "refuse_edited",
+    "refuse_in_the_way",
     "refuse_other_model",
     "refuse_other_tokenizer",
     "refuse_other_tokenizer_file",
     "refuse_start",
     "restore_weights",
     "run_id_of",
+    "source_of_weights",
     "steps",
     "tokenizer_of",
 ]

@@ -253,6 +253,17 @@ def refuse_foreign(folder: epath.Path) -> None:
         )
 
 
+def refuse_in_the_way(run_dir: RunDir, done: int, last: int) -> None:
+    """Refuse as `refuse_foreign` does what lies where a run after step `done` may write.
+
+    Raises: UserError.
+    """
+    for folder in _inside(root_of(run_dir)):
+        step = step_of(folder)
+        if step is not None and done < step <= last:
+            refuse_foreign(folder)
+
+
 def is_linked(folder: epath.Path) -> bool:
     """Say whether a folder lies elsewhere, and only a link to it is here."""
     return os.path.islink(os.fspath(folder))

@@ -14,7 +14,9 @@ from olmo_jax.checkpoint import folders, identity, reading
 from olmo_jax.checkpoint.checkpoints import read_saved
 from olmo_jax.checkpoint.checksum import examined
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, opt_state_of, stored
+from olmo_jax.checkpoint.manifest import Saved
 from olmo_jax.checkpoint.protocols import Leaves, Program
+from olmo_jax.config.records import Config
 from olmo_jax.errors import UserError
 from olmo_jax.file_names import TOKENIZER
 from olmo_jax.interop import files, huggingface
@@ -56,6 +58,15 @@ def refuse_start(
     there = identity.tokenizer_of(saved)
     other = identity.refuse_other_tokenizer(saved.folder, there, facts or {}, allowed)
     return [f"{saved.folder}: {text}" for text in [*map(str, changes), *other]]
+
+
+def source_of_weights(config: Config, facts: Mapping[str, str]) -> Saved | None:
+    """Return the checkpoint of `checkpoint.init_from` if it was trained on the data of `facts`."""
+    source = config.checkpoint.init_from
+    if source is None or _is_huggingface(_folder(source)):
+        return None
+    saved = read_saved(source)
+    return saved if saved.facts.get("data") == facts["data"] else None
 
 
 def _refuse_huggingface(

@@ -1,6 +1,7 @@
 """What must hold between the keys of a run: batch, schedule, recomputation, data."""
 
 import difflib
+from collections import Counter
 from collections.abc import Iterator
 
 from olmo_jax.arch.activations import NAMES
@@ -132,6 +133,13 @@ def sources(config: Config) -> Iterator[str]:
             "data.sources=[] names nothing to train on and needs 1 or more; write "
             "data.sources=[{path: DIR}] with a folder that `olmo-jax data tokenize` wrote"
         )
+    times = Counter(source.path for source in config.data.sources)
+    for path, number in times.items():
+        if number > 1:
+            yield (
+                f"data.sources names {path} {number} times; tokens are named once, or batches hold "
+                "their rows as often; name it once, with the sum of the weights"
+            )
 
 
 def local_run_dir(config: Config) -> Iterator[str]:

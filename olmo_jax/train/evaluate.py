@@ -69,7 +69,7 @@ def seen(saved: Saved, corpus: Corpus) -> list[str]:
     if trained is None:
         return ["the run's data is not there: it may have been trained on these documents"]
     there = shards_of(corpus)
-    before, now = resume_checks.of_checkpoint(saved), corpus.data.eval_fraction
+    before, now = resume_checks.held_out_by(saved), corpus.data.eval_fraction
     if not there & trained or now <= before:
         return []
     share = f"about {1 - before / now:.0%}" if there <= trained else "a part"

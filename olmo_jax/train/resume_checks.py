@@ -20,7 +20,7 @@ HELD_OUT = "held_out_fraction"
 """The name under which a checkpoint keeps how much its weights never saw: see `never_seen`."""
 
 
-def of_checkpoint(saved: Saved) -> float:
+def held_out_by(saved: Saved) -> float:
     """Return the fraction of the documents that a checkpoint's weights were never trained on."""
     recorded = saved.facts.get(HELD_OUT)
     return saved.config["data"]["eval_fraction"] if recorded is None else float(recorded)
@@ -29,10 +29,12 @@ def of_checkpoint(saved: Saved) -> float:
 def never_seen(config: Config, earlier: Saved | None) -> float:
     """Return the smallest `data.eval_fraction` of a run so far: what no part of it trained on.
 
+    `earlier` is the checkpoint that it resumes from, or takes its weights from.
+
     A document is held out by its own hash, so a larger fraction holds out those of a smaller one.
     """
     now = config.data.eval_fraction
-    return now if earlier is None else min(now, of_checkpoint(earlier))
+    return now if earlier is None else min(now, held_out_by(earlier))
 
 
 def refuse_config(earlier: Saved, config: Config, allowed: Collection[str]) -> None:

@@ -19,7 +19,9 @@ from olmo_jax.checkpoint import (
     Saved,
     initial_weights,
     read_saved,
+    refuse_in_the_way,
     refuse_start,
+    source_of_weights,
 )
 from olmo_jax.config import Config
 from olmo_jax.config.messages import listing
@@ -110,6 +112,11 @@ def train(config: Config, allowed: Collection[str] = ()) -> None:
             if earlier.position.step >= config.train.steps:
                 say_finished(console, run_dir, earlier.position.step, config.train.steps)
                 return
+        from_first(
+            "folders of checkpoints to come",
+            partial(room_ahead, config, 0 if earlier is None else earlier.position.step),
+            config.train.first_step_timeout_s,
+        )
         run = prepared(console, checkpoints, config, earlier, allowed)
         # Nobody else writes here now, and nothing refuses the run any more.
         from_first("clean folder", partial(clean, checkpoints), config.train.first_step_timeout_s)
@@ -128,6 +135,12 @@ def held(config: Config) -> Iterator[run_folder.Lock]:
         yield lock
     finally:
         lock.free()
+
+
+def room_ahead(config: Config, done: int) -> str:
+    """Refuse what lies where this run will write, before its steps and not at a save."""
+    refuse_in_the_way(config.run_dir, done, config.train.steps)
+    return ""
 
 
 def clean(checkpoints: Checkpoints) -> str:
@@ -199,7 +212,8 @@ def prepared(
     position = earlier.position if earlier else START
     begun = horizon.first(program.config, earlier)
     held_out = held_out_batches(corpus, program)
-    known = {**facts, resume_checks.HELD_OUT: repr(resume_checks.never_seen(config, earlier))}
+    before = source_of_weights(config, facts) if earlier is None else earlier
+    known = {**facts, resume_checks.HELD_OUT: repr(resume_checks.never_seen(config, before))}
     if run_id:
         known[RUN_ID] = run_id
     return Run(console, checkpoints, program, corpus, held_out, known, position, begun)

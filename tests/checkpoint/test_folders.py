@@ -171,6 +171,16 @@ def test_nothing_is_written_over_a_link_or_another_runs_checkpoint(tmp_path: Pat
         folders.refuse_foreign(folders.folder_of(tmp_path, 3))
 
 
+def test_what_lies_where_a_run_will_write_is_refused_before_its_steps(tmp_path: Path) -> None:
+    (tmp_path / RUN_ID).write_text("a")
+    of_run(tmp_path, 1, "a")
+    of_run(tmp_path, 7, "b")
+    folders.refuse_in_the_way(tmp_path, 1, 6)
+    folders.refuse_in_the_way(tmp_path, 7, 9)
+    with pytest.raises(UserError, match=r"step_7 is a checkpoint of another run; .* move it away"):
+        folders.refuse_in_the_way(tmp_path, 1, 7)
+
+
 def test_what_a_link_leads_to_is_never_removed_as_unfinished(tmp_path: Path) -> None:
     away = make(tmp_path / "large", "step_3", mark=False)
     root = make(tmp_path / "run", "step_2").parent

@@ -9,7 +9,13 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from olmo_jax.checkpoint import Checkpoints, Position, initial_weights, refuse_start
+from olmo_jax.checkpoint import (
+    Checkpoints,
+    Position,
+    initial_weights,
+    refuse_start,
+    source_of_weights,
+)
 from olmo_jax.config.records import (
     CheckpointConfig,
     Config,
@@ -62,6 +68,17 @@ def test_a_run_gives_its_moments_when_asked(run_dir: Path, program_of) -> None:
     assert_bits(opt_state.mu, state.opt_state.mu)
     assert_bits(opt_state.nu, state.opt_state.nu)
     assert int(opt_state.count) == int(state.opt_state.count)
+
+
+def test_the_source_of_weights_counts_where_it_was_trained_on_the_same_data(run_dir: Path) -> None:
+    config = small()
+    assert source_of_weights(config, FACTS) is None
+    checkpoint = CheckpointConfig(init_from=str(run_dir))
+    config = config.model_copy(update={"checkpoint": checkpoint})
+    found = source_of_weights(config, FACTS)
+    assert found is not None
+    assert found.position.step == 7
+    assert source_of_weights(config, {**FACTS, "data": "other"}) is None
 
 
 def test_a_run_of_another_model_is_refused(run_dir: Path, program_of) -> None:

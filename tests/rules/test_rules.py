@@ -88,6 +88,11 @@ WRONG = [
         "write a folder that all processes see",
     ),
     (
+        "data.sources=[{path: a},{path: b},{path: a}]",
+        "data.sources names a 2 times",
+        "name it once, with the sum of the weights",
+    ),
+    (
         "run_dir=exp[x]",
         "run_dir=exp[x] has [, and * ? [ \\ in a path are a pattern",
         "write a run_dir without",
