@@ -12,7 +12,7 @@ FIND_NEXT = for python in python3.13 python3.12 $(PYENV)/3.13.*/bin/python $(PYE
 	"$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null \
 	&& command -v "$$python" && break; done
 NEXT_PYTHON ?= $(shell $(FIND_NEXT))
-NEXT_TESTS := tests/config tests/arch tests/rules tests/mesh tests/ops tests/model tests/parallel tests/optim tests/train
+NEXT_TESTS := tests/test_config_file.py tests/config tests/arch tests/rules tests/mesh tests/ops tests/model tests/parallel tests/optim tests/train
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu quickstart test verify format check-format lint types next next-python locks clean

@@ -3,7 +3,7 @@
 Both runs train the same small model on tokens that are made up. The first is left alone. Of the
 second, one attempt after another is killed (SIGKILL), one in five before its steps and the others
 while steps are taken and checkpoints written, since one follows every other step; the attempt after
-it goes on by itself. The last attempt is left alone. Both final checkpoints must be equal bit for
+it resumes by itself. The last attempt is left alone. Both final checkpoints must be equal bit for
 bit, and each step must have one line in metrics.jsonl, equal but for the clock.
 """
 

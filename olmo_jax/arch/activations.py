@@ -1,4 +1,4 @@
-"""Every named activation, once: what it is, in which part of the model, its shape on one device.
+"""Every named activation, once: what it is, where in the model, its shape on one device.
 
 The modules name the result of every product, attention, transfer and choice by these names. Which
 of them the forward pass saves for the backward pass follows from `train.recompute`; what it does
@@ -80,7 +80,7 @@ _READ_BY_A_NORM = frozenset({"mlp_output", "shared_output", "combined"})
 def present_names(config: Config) -> frozenset[str]:
     """Return the names that an activation of this model has."""
     model = config.model
-    routed, exchanges = model.num_routed_layers > 0, config.mesh.sequence > 1
+    routed, exchanges = model.num_routed_layers > 0, config.mesh.sequence != 1  # -1: open
     parts = {
         "mlp": model.num_dense_layers > 0,
         "shared": routed and model.shared_hidden > 0,
@@ -110,7 +110,8 @@ def saved_names(config: Config) -> frozenset[str]:
 
 
 class Activation(NamedTuple):
-    """An array that one device makes of one microbatch; `name` is one of `NAMES`, or plain words.
+    """An array that one device makes of one microbatch; `name` is one of `NAMES` or
+    `ALWAYS_SAVED`, or plain words.
 
     `every_layer`: each layer has its own; else those of a scan share it.
     """

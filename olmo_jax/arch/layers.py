@@ -54,7 +54,8 @@ def layer_groups(model: ModelConfig) -> LayerGroups:
 
     Of two such bodies the later one: a pipeline has no stage for trailing layers.
     """
-    # Pattern w w w F, 10 layers, layer 0 dense. Of 9 routed layers 8 are whole periods:
+    # Pattern w w w F, no end forced full, 10 layers, layer 0 dense: of 9 routed layers 8 are whole
+    # periods.
     #
     #     layer    0  1  2  3  4  5  6  7  8  9
     #     window   w  w  w  F  w  w  w  F  w  w
@@ -130,7 +131,7 @@ def stage_layout(num_layers: int, ranks: int, chunks: int, *, period: int = 1) -
     chunks, so a stage holds whole periods.
     """
     stages = ranks * chunks
-    # Rounded up to whole periods, not to layers: 7 layers of period 2 on 2 stages are 4 a stage.
+    # Rounded up to whole periods, not to layers: 6 layers of period 2 on 2 stages are 4 a stage.
     per_stage = -(-num_layers // (stages * period)) * period
     layers = np.arange(stages * per_stage, dtype=np.int32)
     layers[num_layers:] = PADDING_LAYER

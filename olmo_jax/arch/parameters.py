@@ -32,8 +32,10 @@ STAGED = ("chunks", "stages", STACKED)
 """What replaces it if a pipeline divides the layers: [chunks, ranks, a stage's layers]."""
 
 DIMS = frozenset(
-    {"d_model", "heads", "kv_heads", "head_dim", "hidden", "experts", "router_experts", "vocab"}
-    | {STACKED}
+    {
+        *("d_model", "heads", "kv_heads", "head_dim", "hidden", "experts", "router_experts"),
+        *("vocab", STACKED),
+    }
 )
 """The logical dims that a description may name; a misspelt one would be divided by no axis."""
 
@@ -119,7 +121,9 @@ def _attention(model: ModelConfig) -> Parameters:
     return parameters
 
 
-def _mlp(model: ModelConfig, hidden: int, inner: Init = "shared", outer: Init = "shared"):
+def _mlp(
+    model: ModelConfig, hidden: int, inner: Init = "shared", outer: Init = "shared"
+) -> Parameters:
     d = model.d_model
     return {
         "up_gate": Parameter((d, 2 * hidden), ("d_model", "hidden"), inner, fan_in=d),
@@ -273,6 +277,7 @@ def standard_deviation(model: ModelConfig, init: Init, layer: int, fan_in: int) 
         return std if init == "shared" else fan_in**-0.5
     if init == "attention_in" or method == "normal":
         return std
-    # What is added to the residual stream: two addends a layer, so the variance of their sum does
-    # not grow with the depth.
+    # Meant for what is added to the residual stream, two addends a layer: with `llama` the variance
+    # of their sum does not depend on the depth, with `llama_depth` it grows as its logarithm. As in
+    # the reference, the router and the inner products of MLPs have it too.
     return std / math.sqrt(2 * (model.num_layers if method == "llama" else layer + 1))

@@ -13,13 +13,12 @@ from olmo_jax.checkpoint.folders import RunDir
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, resized, stored, unstored
 from olmo_jax.checkpoint.manifest import Position, Saved
 from olmo_jax.checkpoint.protocols import Program, S, State
+from olmo_jax.config.messages import some
 from olmo_jax.config.records import CheckpointConfig, Config
 from olmo_jax.errors import UserError
 
 _MAY_BE_NONFINITE = ("history",)
 """The history may tell of bad losses; from anything else that is not finite no step can resume."""
-
-_NAMED = 4
 
 
 class Checkpoints:
@@ -89,7 +88,7 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint; return once the next step may have the buffers.
 
-        `state` is one of `Program.stored`. The write goes on behind. What stops it is raised here
+        `state` is one of `Program.stored`. The write continues behind. What stops it is raised here
         at the next save, or by `wait`.
 
         Raises: UserError if this or the last write is refused, or if weights or moments are not
@@ -125,13 +124,11 @@ class Checkpoints:
         if not nonfinite:
             return
         there = self.steps()
-        then = f"goes on from step {there[-1]}" if there else "starts anew"
-        named = ", ".join(map(str, nonfinite[:_NAMED]))
-        more = f" and {len(nonfinite) - _NAMED} more" if len(nonfinite) > _NAMED else ""
+        then = f"resumes from step {there[-1]}" if there else "starts anew"
         raise UserError(
-            f"{named}{more} are not finite after step {position.step}; a checkpoint holds finite "
-            f"weights and moments only, so none was written; lower optim.lr={config.optim.lr}: the "
-            f"same command {then}"
+            f"{some(nonfinite, 4)} are not finite after step {position.step}; a checkpoint holds "
+            f"finite weights and moments only, so none was written; lower "
+            f"optim.lr={config.optim.lr}: the same command {then}"
         )
 
     def _is_there(self, described: Mapping[str, Any]) -> bool:

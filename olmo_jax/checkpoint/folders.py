@@ -155,7 +155,10 @@ def _is_of(run_id: str | None, folder: epath.Path) -> bool:
 def _recorded(folder: epath.Path) -> tuple[str | None, bool]:
     """Return the id of the run that wrote a whole checkpoint, and whether its manifest is read."""
     path = manifest_in(folder)
-    stat = path.stat()
+    try:
+        stat = path.stat()
+    except OSError:
+        return None, False
     return _id_in(path, stat.mtime, stat.length)
 
 
@@ -172,7 +175,7 @@ def _id_in(path: epath.Path, mtime: int, length: int) -> tuple[str | None, bool]
 def way_on(folder: epath.Path) -> str:
     """Return what to do about a checkpoint that cannot be used."""
     others = [step for step in _steps_in(folder.parent) if step != step_of(folder)]
-    then = f"goes on from step {others[-1]}" if others else "starts anew"
+    then = f"resumes from step {others[-1]}" if others else "starts anew"
     return f"remove or rename {folder} and the same command {then}"
 
 

@@ -14,7 +14,7 @@ from olmo_jax.config.messages import faults, show, together
 from olmo_jax.config.records import Config, ModelConfig
 from olmo_jax.data.tokenize import read_tokenizer_file
 from olmo_jax.errors import UserError
-from olmo_jax.file_names import CONFIG, TOKENIZER
+from olmo_jax.file_names import CHECKPOINTS, CONFIG, TOKENIZER
 from olmo_jax.rules.resume_policy import Change
 from olmo_jax.rules.same_model import computed_differently
 
@@ -107,9 +107,9 @@ def refuse_edited(saved: Saved) -> None:
 
     Raises: UserError that names every key of the model with both values, or the file.
     """
-    path = run_dir_of(saved) / CONFIG
-    if path.exists():
-        tree = document.parse(path.read_text(), str(path))
+    path = in_run_folder(saved, CONFIG)
+    if path is not None:
+        tree = document.parse(path.read_bytes().decode(errors="backslashreplace"), str(path))
         model = _model_in(tree if isinstance(tree, dict) else {}, path)
         if found := computed_differently(model_of(saved), model):
             texts = [_fault(each, f"{path} has ", saved.folder, " there") for each in found]
@@ -122,9 +122,8 @@ def refuse_other_tokenizer_file(saved: Saved) -> None:
 
     Raises: UserError.
     """
-    path = run_dir_of(saved) / TOKENIZER
-    recorded = saved.facts.get("tokenizer")
-    if recorded is None or not path.exists():
+    path, recorded = in_run_folder(saved, TOKENIZER), saved.facts.get("tokenizer")
+    if recorded is None or path is None:
         return
     if (now := hashlib.sha256(path.read_bytes()).hexdigest()) == recorded:
         return
@@ -135,6 +134,9 @@ def refuse_other_tokenizer_file(saved: Saved) -> None:
     )
 
 
-def run_dir_of(saved: Saved) -> epath.Path:
-    """Return the run folder that a checkpoint lies in."""
-    return saved.folder.parent.parent
+def in_run_folder(saved: Saved, name: str) -> epath.Path | None:
+    """Return the file of that name in the run folder that a checkpoint lies in, if it is there."""
+    if saved.folder.parent.name != CHECKPOINTS:
+        return None  # a copy elsewhere: what lies two folders up is nobody's
+    path = saved.folder.parent.parent / name
+    return path if path.exists() else None

@@ -16,14 +16,13 @@ from olmo_jax.checkpoint.checksum import examined
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key, flat, nested, opt_state_of, stored
 from olmo_jax.checkpoint.manifest import Saved
 from olmo_jax.checkpoint.protocols import Leaves, Program
+from olmo_jax.config.messages import some
 from olmo_jax.config.records import Config
 from olmo_jax.errors import UserError
 from olmo_jax.file_names import TOKENIZER
 from olmo_jax.interop import files, huggingface
 from olmo_jax.interop.expressible import exchanged
 from olmo_jax.interop.olmo3moe_config import model_config
-
-_NAMED = 4
 
 
 def refuse_start(
@@ -44,7 +43,7 @@ def refuse_start(
     folder, run_dir = _folder(source), Path(config.run_dir).resolve()
     if run_dir in (resolved := Path(source).resolve(), *resolved.parents):
         raise UserError(
-            f"checkpoint.init_from={source} is in run_dir={config.run_dir}; a run goes on in its "
+            f"checkpoint.init_from={source} is in run_dir={config.run_dir}; a run resumes in its "
             "own folder by itself, and starts from the weights of another; write null, or another "
             "run_dir"
         )
@@ -183,10 +182,9 @@ def _refuse_nonfinite(source: str | os.PathLike[str], leaves: Mapping[Any, jax.A
     """
     _, found = examined({key: leaf for key, leaf in leaves.items() if _is_float(leaf)})
     if found:
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise UserError(
             f"checkpoint.init_from={os.fspath(source)} holds numbers that are not finite in "
-            f"{', '.join(map(str, found[:_NAMED]))}{more}; a run starts from finite weights; name "
+            f"{some(found, 4)}; a run starts from finite weights; name "
             "another folder, or an earlier checkpoint of that run"
         )
 

@@ -15,13 +15,13 @@ from olmo_jax.checkpoint import folders, identity, manifest, reading
 from olmo_jax.checkpoint.checkpoints import read_saved
 from olmo_jax.checkpoint.leaves import WEIGHTS, Key
 from olmo_jax.checkpoint.manifest import Saved
+from olmo_jax.config.messages import some
 from olmo_jax.errors import UserError
 from olmo_jax.file_names import TOKENIZER
 from olmo_jax.formatting import decimal_bytes
 from olmo_jax.interop import huggingface
 from olmo_jax.interop.expressible import check_expressible
 
-_NAMED = 8
 _PIPE_WIDTH = 200
 
 
@@ -62,11 +62,9 @@ def verify(run: str, step: int | None) -> str:
     saved = read_saved(run, step)
     damaged = [key for key in saved.leaves if not _agrees(saved, key)]
     if damaged:
-        named = ", ".join(map(str, damaged[:_NAMED]))
-        more = len(damaged) - _NAMED
         raise UserError(
-            f"{len(damaged)} of {len(saved.leaves)} leaves of {saved.folder} are damaged: {named}"
-            f"{f' and {more} more' if more > 0 else ''}; a checkpoint is used only as it was "
+            f"{len(damaged)} of {len(saved.leaves)} leaves of {saved.folder} are damaged: "
+            f"{some(damaged, 8)}; a checkpoint is used only as it was "
             f"written; {folders.way_on(saved.folder)}"
         )
     reading.check_metadata(saved)
@@ -176,8 +174,8 @@ def export_weights(run: str, out: Path) -> str:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already and not empty; export into a new folder")
     huggingface.save(out, model, weights_on_host(saved))
-    tokenizer = identity.run_dir_of(saved) / TOKENIZER
-    if tokenizer.exists():
+    tokenizer = identity.in_run_folder(saved, TOKENIZER)
+    if tokenizer is not None:
         shutil.copyfile(tokenizer, out / TOKENIZER)
     return f"{out}: the weights of step {saved.position.step} ({saved.folder})"
 

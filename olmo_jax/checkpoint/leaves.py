@@ -13,7 +13,7 @@ Tree = dict[str, dict[str, Any]]
 """Arrays, or what describes them, by role and name."""
 
 WEIGHTS = ("main", "router_bias")
-"""The roles that a model is computed from; the others go on with its training."""
+"""The roles that a model is computed from; the others belong to its training."""
 
 
 class Key(NamedTuple):

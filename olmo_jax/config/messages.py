@@ -55,6 +55,12 @@ def listing(choices: Sequence[object], last: str = "or") -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
+def some(names: Sequence[object], most: int) -> str:
+    """Return "a, b and 3 more": the first `most` of them and how many are left."""
+    left = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {left} more" if left > 0 else "")
+
+
 def divisors(number: int) -> list[int]:
     """Return the divisors of `number`, ascending."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
@@ -164,7 +170,7 @@ def _rule(error: ErrorDetails, inner: type[Record] | None) -> tuple[str, str]:
         return "is not a section of keys", f"write a mapping of some of {keys}"
     if error["type"] == "value_error":
         # A function of records.py raised it, with both parts in its text.
-        rule, advice = str(context["error"]).split("; ")
+        rule, _, advice = str(context["error"]).partition("; ")
         return rule, advice
     if error["type"] not in _RULES:
         return f"is refused ({error['msg']})", "write a value that docs/configuration.md allows"

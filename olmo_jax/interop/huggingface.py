@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from olmo_jax.arch.parameters import parameters
-from olmo_jax.config.messages import listing
+from olmo_jax.config.messages import listing, some
 from olmo_jax.config.records import ModelConfig
 from olmo_jax.errors import UserError
 from olmo_jax.interop import files
@@ -21,25 +21,18 @@ from olmo_jax.interop.weights import combine, separate, tensor_shapes
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _READABLE = ("float32", "bfloat16", "float16")
-_NAMED = 3
-
-
-def _some(names: list[str]) -> str:
-    """Return the first names, and how many more there are."""
-    rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _match(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse names or shapes other than the wanted ones."""
     if lacking := [name for name in wanted if name not in given]:
         raise UserError(
-            f"missing: {_some(lacking)}; the config asks for {len(wanted)} arrays and "
+            f"missing: {some(lacking, 3)}; the config asks for {len(wanted)} arrays and "
             f"{len(lacking)} of them are not there; bring them, or the config they belong to"
         )
     if extra := [name for name in given if name not in wanted]:
         raise UserError(
-            f"too much: {_some(extra)}; the config asks for {len(wanted)} arrays and not for "
+            f"too much: {some(extra, 3)}; the config asks for {len(wanted)} arrays and not for "
             f"{'this one' if len(extra) == 1 else 'these'}; remove it, or bring its config"
         )
     for name, shape in wanted.items():

@@ -28,7 +28,7 @@ from olmo_jax.config.records import (
 from olmo_jax.errors import UserError
 from olmo_jax.interop.rotary import FULL, SLIDING, rope_of, rope_parameters
 from olmo_jax.interop.windows import pattern_of, windows_of
-from olmo_jax.rules import model
+from olmo_jax.rules import model as model_rules
 
 ARCHITECTURE, MODEL_TYPE = "Olmo3MoeForCausalLM", "olmo3moe"
 
@@ -264,11 +264,11 @@ def _model(fields: Fields) -> ModelConfig:
 
 
 _MODEL_RULES = (
-    model.dense_layers,
-    model.routed_layers,
-    model.heads_divide,
-    model.rotated_dims,
-    model.rope_scaling,
+    model_rules.dense_layers,
+    model_rules.routed_layers,
+    model_rules.heads_divide,
+    model_rules.rotated_dims,
+    model_rules.rope_scaling,
 )
 
 

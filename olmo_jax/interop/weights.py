@@ -129,9 +129,9 @@ def _ends(model: ModelConfig) -> Place:
 def _places(model: ModelConfig) -> Iterator[Place]:
     """Yield the ends, then the layers in order."""
     yield _ends(model)
-    plan = layer_groups(model)
+    groups = layer_groups(model)
     for group, layers in zip(
-        ("leading", "body", "trailing"), (plan.leading, plan.body, plan.trailing), strict=True
+        ("leading", "body", "trailing"), (groups.leading, groups.body, groups.trailing), strict=True
     ):
         for index, layer in enumerate(layers):
             shapes = block(model, routed=is_routed(model, layer))

@@ -69,7 +69,7 @@ def _check_devices(config: Config, num_processes: int, devices_per_process: int 
             raise UserError(
                 f"--processes {num_processes} x {devices_per_process or 1} GPUs = {wanted}, but "
                 f"this machine shows {there}; a process has one GPU, or --devices-per-process of "
-                f"them; start at most {there} processes, or set JAX_PLATFORMS=cpu"
+                f"them; start at most {there} processes, or write mesh.platform=cpu"
             )
         return
     sizes = [size for _, size in config.mesh]

@@ -1,4 +1,4 @@
-"""Renders a batch script for Slurm that goes on by itself, and submits it."""
+"""Renders a batch script for Slurm that resumes by itself, and submits it."""
 
 import re
 import shlex

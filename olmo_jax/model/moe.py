@@ -44,7 +44,10 @@ def block_inputs(batch: Batch, execution: Execution, step: Int32[Array, ""]) -> 
 
 
 class RouterSums(NamedTuple):
-    """One routed layer's sums over this device's tokens without padding, before any drop."""
+    """One routed layer's sums over this device's tokens without padding.
+
+    `counts` are taken before any drop, `dropped` are the routes that were dropped.
+    """
 
     balance: Float32[Array, "*layers"]
     z: Float32[Array, "*layers"]

@@ -39,7 +39,9 @@ class Divisors(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Unweighted losses: the first two per token of the loss mask, the router's per token."""
+    """Unweighted losses: the first two per token of the loss mask, the router's per token,
+    summed over routed layers.
+    """
 
     cross_entropy: Float32[Array, ""]
     z: Float32[Array, ""]

@@ -262,10 +262,8 @@ def _experts(layout: Layout, run: Passes) -> Iterator[_Sent]:
     tokens = layout.microbatch_tokens
     group = expert_model_axes(fold_sequence=layout.config.parallel.fold_sequence)
     routes, features, dtype = tokens * model.top_k, tokens * model.d_model, model.dtype
-    all_routes, all_features = (
-        routes * num_shards(group, layout.sizes),
-        features * num_shards(group, layout.sizes),
-    )
+    ranks = layout.num_expert_ranks
+    all_routes, all_features = routes * ranks, features * ranks
 
     def along(what: str, kind: Kind, dtype: str, elements: int, runs: int) -> _Sent:
         number = runs * layers

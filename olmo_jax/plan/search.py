@@ -73,8 +73,8 @@ def meshes(num_devices: int) -> Iterator[dict[str, int]]:
 def _chunks(config: Config, ranks: int) -> tuple[int, ...]:
     if ranks == 1:
         return (1,)
-    plan = layer_groups(config.model)
-    found = least_padding(len(plan.body), ranks, period=plan.period)
+    groups = layer_groups(config.model)
+    found = least_padding(len(groups.body), ranks, period=groups.period)
     return tuple(chunks for chunks in found if chunks <= MOST_CHUNKS)
 
 

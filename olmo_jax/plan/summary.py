@@ -64,17 +64,17 @@ def facts(layout: Layout) -> Iterator[str]:
     if layout.sizes["pipeline"] > 1:
         yield from pipeline(layout)
     yield f"  run         {train.steps} steps = {amount(train.steps * tokens)} tokens"
-    model, hardware = (
+    needed, multiplied = (
         sum(part.total for part in count(layout).values())
         for count in (device_model_flops, hardware_flops)
     )
     yield (
-        f"  FLOPs       {amount(model)} model FLOPs a step and device; hardware FLOPs of the CPU "
-        f"backends: {hardware / model:.2f} times that"
+        f"  FLOPs       {amount(needed)} model FLOPs a step and device; hardware FLOPs of the CPU "
+        f"backends: {multiplied / needed:.2f} times that"
     )
     yield (
         "              (2mkn a product, twice that backward; allowed query-key pairs, top_k "
-        "experts; no lookup, no recompute)"
+        "experts; no lookup, no rematerialization)"
     )
 
 
@@ -106,7 +106,7 @@ def padding_layers(layout: Layout) -> str:
     assert layout.stages is not None
     stages, groups = layout.stages, layout.groups
     chunks, ranks, _ = stages.shape
-    text = f"{stages.num_padding} of {stages.num_positions} layer places are empty"
+    text = f"{stages.num_padding} of {stages.num_positions} layer positions are padding"
     best = least_padding(len(groups.body), ranks, period=groups.period)
     if not stages.num_padding:
         return text

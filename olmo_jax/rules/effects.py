@@ -237,7 +237,8 @@ IDLE: tuple[Idle, ...] = (
 )
 
 
-def _value(config: Config, key: str) -> Any:
+def value_of(config: Config, key: str) -> Any:
+    """Return what a config has at a dotted key."""
     return reduce(getattr, key.split("."), config)
 
 
@@ -245,8 +246,8 @@ def without_effect(config: Config) -> list[str]:
     """Return a warning for each key that differs from its default and yet changes nothing."""
     default = Config()
     return [
-        f"{key}={show(_value(config, key))} has no effect, because {idle.why}; drop the key"
+        f"{key}={show(value_of(config, key))} has no effect, because {idle.why}; drop the key"
         for idle in IDLE
         for key in idle.keys
-        if _value(config, key) != _value(default, key) and idle.when(config)
+        if value_of(config, key) != value_of(default, key) and idle.when(config)
     ]

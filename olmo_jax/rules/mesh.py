@@ -132,9 +132,9 @@ def pipeline_schedule(config: Config) -> Iterator[str]:
 
 def _stages_fit(config: Config, **changed: Any) -> bool:
     """Say whether the body of a changed model is whole stages, with nothing after it."""
-    plan = layer_groups(config.model.model_copy(update=changed))
+    groups = layer_groups(config.model.model_copy(update=changed))
     stages = max(config.mesh.pipeline, 1) * config.parallel.pipeline_chunks
-    return not plan.trailing and len(plan.body) >= stages * plan.period
+    return not groups.trailing and len(groups.body) >= stages * groups.period
 
 
 def _up_to(most: int) -> str:
@@ -154,13 +154,13 @@ def pipeline_layers(config: Config) -> Iterator[str]:
     model, ranks, chunks = config.model, config.mesh.pipeline, config.parallel.pipeline_chunks
     if ranks == 1 or any(dense_layers(config)) or any(window_sizes(config)):
         return
-    plan = layer_groups(model)
-    repeats = len(plan.body) // plan.period
+    groups = layer_groups(model)
+    repeats = len(groups.body) // groups.period
     of_windows = (
-        f"model.windows.pattern={show(model.windows.pattern)} repeats every {plan.period} layers, "
-        "and a stage holds whole repeats"
+        f"model.windows.pattern={show(model.windows.pattern)} repeats every {groups.period} "
+        "layers, and a stage holds whole repeats"
     )
-    if plan.trailing:
+    if groups.trailing:
         unforced = model.windows.model_copy(update={"force_full_last": False})
         free = "model.windows.force_full_last=false"
         ways = (
@@ -170,7 +170,7 @@ def pipeline_layers(config: Config) -> Iterator[str]:
         )
         ways += [way] if (way := _fitting_layers(config)) else []
         yield (
-            f"mesh.pipeline={ranks} has no place for layer {plan.trailing[0]} of "
+            f"mesh.pipeline={ranks} has no place for layer {groups.trailing[0]} of "
             f"model.num_layers={model.num_layers}: {of_windows}; use "
             f"{', or '.join(ways) or 'mesh.pipeline=1'}"
         )
@@ -179,10 +179,10 @@ def pipeline_layers(config: Config) -> Iterator[str]:
         fewer = f"mesh.pipeline={_up_to(repeats)} and parallel.pipeline_chunks=1"
         ways = [few if ranks <= repeats else fewer]
         ways += [way] if (way := _fitting_layers(config)) else []
-        has = f"{len(plan.body)} layer{'s' * (len(plan.body) > 1)}"
+        has = f"{len(groups.body)} layer{'s' * (len(groups.body) > 1)}"
         yield (
             f"mesh.pipeline={ranks} x parallel.pipeline_chunks={chunks} are {ranks * chunks} "
             f"stages, but the body has {has}"
-            + (f" ({of_windows})" if plan.period > 1 else "")
+            + (f" ({of_windows})" if groups.period > 1 else "")
             + f"; use {', or '.join(ways)}"
         )

@@ -1,4 +1,4 @@
-"""Which keys may differ when a run goes on from a checkpoint, and why: from two configs alone."""
+"""Which keys may differ when a run resumes from a checkpoint, and why: from two configs alone."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ class Rule(NamedTuple):
 RULES: dict[str, Rule] = {
     "run_dir": Rule("may", "a folder may have been moved"),
     "seed": Rule("seed", "the data's order, forced routes and jitter are drawn from it"),
-    "mesh": Rule("may", "a checkpoint knows no mesh; a balance scope may, and is said"),
+    "mesh": Rule("may", "a checkpoint knows no mesh; what a balance scope counts is said"),
     "parallel": Rule("may", "a checkpoint knows no method; capacity is no part of the model"),
     "model": Rule("never", "leaves have its shapes, or the weights were trained for what it does"),
     "optim": Rule("may", "rates and rules hold from the next step on"),
@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {
     "train.profile": Rule("may", "it changes no step"),
     "checkpoint": Rule("may", "it changes no step"),
 }
-"""By dotted key or section: whether it may differ when a run goes on, and why."""
+"""By dotted key or section: whether it may differ when a run resumes, and why."""
 
 
 class Change(NamedTuple):

@@ -1,11 +1,10 @@
 """Whether two models compute the same: what differs between them, from their configs alone."""
 
-from functools import reduce
 from typing import Any
 
 from olmo_jax.arch.layers import window_of
 from olmo_jax.config.records import Config, ModelConfig
-from olmo_jax.rules.effects import IDLE
+from olmo_jax.rules.effects import IDLE, value_of
 from olmo_jax.rules.resume_policy import Change, compared_keys
 
 _TRAINS_ONLY = (
@@ -32,7 +31,9 @@ def computed_differently(before: ModelConfig, now: ModelConfig) -> list[Change]:
     there, here = _what_counts(before), _what_counts(now)
     old, new = Config(model=before), Config(model=now)
     return [
-        Change(key, _value(old, key), _value(new, key)) for key in there if there[key] != here[key]
+        Change(key, value_of(old, key), value_of(new, key))
+        for key in there
+        if there[key] != here[key]
     ]
 
 
@@ -49,12 +50,8 @@ def _what_counts(model: ModelConfig) -> dict[str, Any]:
         for key in compared_keys()
         if key.startswith("model.") and not key.startswith((*_TRAINS_ONLY, f"{_WINDOWS}."))
     ]
-    values = {key: _value(default if key in idle else config, key) for key in counted}
+    values = {key: value_of(default if key in idle else config, key) for key in counted}
     return values | {
         "model.embedding_scale": model.embedding_multiplier,
         _WINDOWS: [window_of(model, layer) for layer in range(model.num_layers)],
     }
-
-
-def _value(config: Config, key: str) -> Any:
-    return reduce(getattr, key.split("."), config)

@@ -62,9 +62,8 @@ def _refuse_taken_port(coordinator: str) -> None:
     Raises: UserError if it cannot.
     """
     host, _, port = coordinator.rpartition(":")
-    family = socket.AF_INET if host in LOOPBACK or not socket.has_ipv6 else socket.AF_INET6
     address = host if host in LOOPBACK else ""
-    with socket.socket(family) as probe:
+    with _any_socket() if address == "" else socket.socket(socket.AF_INET) as probe:
         # As gRPC does: connections of an earlier job that are still closing do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -76,6 +75,14 @@ def _refuse_taken_port(coordinator: str) -> None:
                 f"'sport = :{port}' shows it), or set {COORDINATOR} to a free port, the same for "
                 "all; launch local takes another one each time, so start it again"
             ) from None
+
+
+def _any_socket() -> socket.socket:
+    """Return a socket of IPv6, as gRPC listens on, or of IPv4 where the kernel has no other."""
+    try:
+        return socket.socket(socket.AF_INET6)
+    except OSError:
+        return socket.socket(socket.AF_INET)
 
 
 def _wait_for_coordinator(processes: Processes, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""What jax reads from the environment, set before its import; nothing else touches os.environ."""
+"""What jax reads from the environment, set before its import."""
 
 import importlib.util
 import os

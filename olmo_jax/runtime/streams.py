@@ -32,8 +32,11 @@ def printable(path: Path) -> str:
 
 def complain(text: str) -> None:
     """Print a message to standard error, if anybody still reads it."""
-    with suppress(OSError):
+    try:
         print(text, file=sys.stderr, flush=True)
+    except OSError:
+        # What is left in the buffer would fail once more when the interpreter ends.
+        discard(sys.stderr)
 
 
 def discard(stream: Any) -> None:

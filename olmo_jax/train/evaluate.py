@@ -19,10 +19,10 @@ from olmo_jax.checkpoint import (
     tokenizer_of,
 )
 from olmo_jax.config import Config
-from olmo_jax.config.messages import show
 from olmo_jax.data.corpus import Corpus, corpus_of, open_corpus
 from olmo_jax.data.token_manifest import shard_fingerprint
 from olmo_jax.errors import UserError
+from olmo_jax.rules.resume_policy import changes, rule_of
 from olmo_jax.train import resume_checks
 from olmo_jax.train.metrics import Evaluation, evaluation_of
 from olmo_jax.train.program import Program, build_here
@@ -50,14 +50,17 @@ def evaluate(
     program = build_here(config)
     like = program.abstract_stored()
     check_weights(saved, like.main | like.expert_bias, program.config)
-    changes = refuse_other_model(saved.folder, model_of(saved), config.model, allowed)
+    other = refuse_other_model(saved.folder, model_of(saved), config.model, allowed)
     state = restored(program, run_dir, saved.position.step)
     train = program.config.train
     batches = corpus.held_out(train.global_batch, train.eval_batches, program.rows)
     # One at a time: XLA:CPU deadlocks when dozens of programs with collectives are queued.
     parts = [jax.device_get(program.evaluate(state, program.put(batch))) for batch in batches]
-    texts = [*seen(saved, corpus), *map(str, changes), *other_attention(saved, config)]
-    return evaluation_of(parts), texts
+    return evaluation_of(parts), [
+        *seen(saved, corpus),
+        *map(str, other),
+        *other_rows(saved, config),
+    ]
 
 
 def seen(saved: Saved, corpus: Corpus) -> list[str]:
@@ -65,10 +68,11 @@ def seen(saved: Saved, corpus: Corpus) -> list[str]:
 
     A document is held out by its own hash, so a larger fraction holds out those of a smaller one.
     """
-    trained = trained_shards(saved)
+    there = shards_of(corpus)
+    is_same = resume_checks.facts_of(corpus)["data"] == saved.facts.get("data")
+    trained = there if is_same else trained_shards(saved)
     if trained is None:
         return ["the run's data is not there: it may have been trained on these documents"]
-    there = shards_of(corpus)
     before, now = resume_checks.held_out_by(saved), corpus.data.eval_fraction
     if not there & trained or now <= before:
         return []
@@ -76,10 +80,16 @@ def seen(saved: Saved, corpus: Corpus) -> list[str]:
     return [f"trained on {share} of these documents"]
 
 
-def other_attention(saved: Saved, config: Config) -> list[str]:
-    """Say if attention crosses documents where the weights were trained without, or the reverse."""
-    before, now = saved.config["data"]["document_attention"], config.data.document_attention
-    return [] if before == now else [f"data.document_attention {show(before)} -> {show(now)}"]
+def other_rows(saved: Saved, config: Config) -> list[str]:
+    """Say what of an evaluation's rows is not as the weights were trained; `seen` has the holdout.
+
+    Those keys decide it whose change a resumed run needs `--allow-change data` for.
+    """
+    return [
+        str(change)
+        for change in changes(saved.config, config)
+        if rule_of(change.key).verdict == "data" and change.key != "data.eval_fraction"
+    ]
 
 
 def trained_shards(saved: Saved) -> set[str] | None:

@@ -28,7 +28,7 @@ class Horizon(NamedTuple):
 
 
 def totals(train: TrainConfig, done: Position) -> dict[str, int]:
-    """Return the steps and tokens of a whole run that goes on like this after `done`.
+    """Return the steps and tokens of a whole run that continues like this after `done`.
 
     No position is padding: every row of the training data is full.
     """
@@ -38,7 +38,7 @@ def totals(train: TrainConfig, done: Position) -> dict[str, int]:
 
 
 def of_run(config: Config, done: Position) -> Horizon:
-    """Return the horizon of a run that goes on after `done`."""
+    """Return the horizon of a run that continues after `done`."""
     schedule = config.optim.schedule
     return Horizon(schedule.end(**totals(config.train, done)), schedule.unit)
 

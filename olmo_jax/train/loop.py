@@ -125,7 +125,7 @@ def _too_many(line: Line, bad: int, way_out: str) -> str:
 
 @dataclass
 class CheckpointSaver:
-    """Writes a checkpoint when one is due, with what it takes to go on from it.
+    """Writes a checkpoint when one is due, with what it takes to resume from it.
 
     `saved` is the step of the last one. One that is due after a bad step waits for a good one: if
     the state is broken, the checkpoints before it must not make room for it.
@@ -160,13 +160,13 @@ class CheckpointSaver:
                 "a smaller optim.lr or a larger train.max_bad_steps"
             )
         *before, last = known
-        begin = f"the same command goes on from {self._folder(last)}"
+        begin = f"the same command resumes from {self._folder(last)}"
         if last < self.recorder.done.step - self.recorder.bad:
             return (
                 f"{begin}, and there were good steps since: look at the data in between, write a "
                 "smaller optim.lr or a larger train.max_bad_steps"
             )
-        other = f"goes on from {self._folder(before[-1])}" if before else "starts anew"
+        other = f"resumes from {self._folder(before[-1])}" if before else "starts anew"
         return (
             f"{begin}, and no step since was good, so its weights may be what is broken: look at "
             "the data that follows, write a smaller optim.lr; if that does not help, remove that "

@@ -134,7 +134,7 @@ class MetricsFile:
 def _refused(path: Path, error: OSError) -> UserError:
     return UserError(
         f"{path} cannot be written ({error.strerror}); each step's line goes there; mend that, and "
-        "the same command goes on from the last checkpoint"
+        "the same command resumes from the last checkpoint"
     )
 
 

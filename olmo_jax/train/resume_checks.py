@@ -1,4 +1,4 @@
-"""Going on with a run: what is refused of its config and its data, and what is said of the rest."""
+"""Resuming a run: what is refused of its config and its data, and what is said of the rest."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -37,6 +37,17 @@ def never_seen(config: Config, earlier: Saved | None) -> float:
     return now if earlier is None else min(now, held_out_by(earlier))
 
 
+def seen(config: Config, earlier: Saved | None) -> Iterator[str]:
+    """Yield how many of the documents that a run holds out its weights were trained on."""
+    held_out, fraction = config.data.eval_fraction, never_seen(config, earlier)
+    if held_out > fraction:
+        yield (
+            f"data.eval_fraction={show(held_out)} holds out documents that these weights were "
+            f"trained on, about {1 - fraction / held_out:.0%} of them: eval_loss says less than it "
+            "seems"
+        )
+
+
 def refuse_config(earlier: Saved, config: Config, allowed: Collection[str]) -> None:
     """Refuse changed keys that may not change, all in one message.
 
@@ -59,7 +70,7 @@ def _fault(change: Change, rule: Rule, folder: object) -> str:
     )
     return (
         f"{change.key}={show(change.now)}, and {folder} has {change.key}={show(change.before)}; it "
-        f"may not change as a run goes on, for {rule.why}; write {change.key}={show(change.before)}"
+        f"may not change as a run resumes, for {rule.why}; write {change.key}={show(change.before)}"
         f", or {way_out}"
     )
 
@@ -99,8 +110,8 @@ def refuse_facts(earlier: Saved, now: Mapping[str, str], allowed: Collection[str
 
 _FACTS = {
     "data": (
-        "data.sources has other tokens, masks or weights than this run was trained on; a run goes "
-        "on in the same data, wherever it lies; name the folders that hold it"
+        "data.sources has other tokens, masks or weights than this run was trained on; a run "
+        "resumes on the same data, wherever it lies; name the folders that hold it"
     ),
     "tokenizer": (
         "data.sources was tokenized with another tokenizer than this run was trained on; a token "
@@ -111,7 +122,7 @@ _FACTS = {
 
 
 def said(earlier: Saved, config: Config, other: Sequence[str]) -> Iterator[str]:
-    """Yield where a run goes on, a line for everything that changed, and what is not read."""
+    """Yield where a run resumes, a line for everything that changed, and what is not read."""
     step, sequences, tokens = earlier.position
     yield (
         f"resuming from {earlier.folder}: {step} steps, {sequences:,} sequences, {tokens:,} tokens"
@@ -120,12 +131,7 @@ def said(earlier: Saved, config: Config, other: Sequence[str]) -> Iterator[str]:
         yield f"changed: {change}"
     yield from other_balance(earlier.config, config)
     yield from horizon.said(earlier, config)
-    held_out, fraction = config.data.eval_fraction, never_seen(config, earlier)
-    if held_out > fraction:
-        yield (
-            f"data.eval_fraction={show(held_out)} holds out documents that this run was trained "
-            f"on, about {1 - fraction / held_out:.0%} of them: eval_loss says less than it seems"
-        )
+    yield from seen(config, earlier)
     if config.checkpoint.init_from is not None:
         yield (
             f"checkpoint.init_from={config.checkpoint.init_from} is not read: the run has a "

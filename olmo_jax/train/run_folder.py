@@ -50,7 +50,7 @@ def refuse_foreign(run_dir: Path) -> None:
         if (run_dir / name).exists():
             raise UserError(
                 f"run_dir={run_dir} holds {name} and no {CONFIG}, so it is no run of this program; "
-                "a run goes on in its own folder or starts in a new one; write another run_dir=..."
+                "a run resumes in its own folder or starts in a new one; write another run_dir=..."
             )
 
 
@@ -176,7 +176,10 @@ class Lock:
     def _is_there(self, file: int) -> bool:
         try:
             return os.path.samestat(os.fstat(file), self._path.lstat())
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            # ESTALE: a network's file system, where another host removed it.
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                raise
             return False
 
     def refuse_lost(self) -> None:
@@ -187,9 +190,9 @@ class Lock:
         if self._file is None or self._is_there(self._file):
             return
         raise UserError(
-            f"run_dir={self._run_dir} was removed or replaced while this run wrote to it: "
-            f"{LOCK} there is not its own; a run writes into its own folder only, so nothing more "
-            "is written; start it again, in another run_dir if a run is in that one now"
+            f"run_dir={self._run_dir} or its {LOCK} was removed or replaced while this run wrote "
+            "there; a run writes into its own folder only, so nothing more is written; start it "
+            "again, in another run_dir if a run is in that one now"
         )
 
     def free(self) -> None:

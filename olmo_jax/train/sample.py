@@ -32,13 +32,13 @@ def sample(run_dir: Path, text: str, *, num_tokens: int, temperature: float, see
     Raises: UserError if the run has no weights or no tokenizer, or if its config.yaml or
         tokenizer.json is not that of its weights.
     """
-    config = run_folder.load_config(run_dir)
+    run_folder.load_config(run_dir)  # which refuses what is no run
     saved = read_saved(run_dir)
     refuse_edited(saved)
     tokenizer = read_tokenizer(run_dir)
     refuse_undecodable(text)
     prompt = tokenizer.encode(text, add_special_tokens=False).ids or [find_eos(tokenizer)]
-    limit = config.train.sequence_length
+    limit = saved.config["train"]["sequence_length"]
     length = min(limit, -(-(len(prompt) + num_tokens) // LENGTH_UNIT) * LENGTH_UNIT)
     model = model_of(saved)
     params = restored(run_dir, model, saved.position.step)

@@ -171,7 +171,7 @@ def say_finished(console: Console, run_dir: Path, step: int, steps: int) -> None
             draw(lines, report)
     say(
         console,
-        f"{run_dir} has reached step {step} of train.steps={steps} already; to go on, write a "
+        f"{run_dir} has reached step {step} of train.steps={steps} already; to continue, write a "
         "larger train.steps",
     )
 
@@ -192,7 +192,10 @@ def prepared(
     other = [] if earlier is None else resume_checks.refuse_facts(earlier, facts, allowed)
     program = build_here(config)
     started = refuse_start(program, facts, allowed) if earlier is None else []
+    held_out = held_out_batches(corpus, program)
     table = device_table(program.device_mesh)
+    # Reading all that took a while.
+    checkpoints.refuse_lost()
     from_first(
         "run folder",
         lambda: str(run_folder.create(program.config, table, corpus.tokenizer_path)),
@@ -206,13 +209,15 @@ def prepared(
     introduce(console, program)
     for text in started:
         say(console, f"allowed: another than that of {text}")
-    if earlier is not None:
+    before = source_of_weights(config, facts) if earlier is None else earlier
+    if earlier is None:
+        for text in resume_checks.seen(config, before):
+            say(console, text)
+    else:
         for text in resume_checks.said(earlier, program.config, other):
             say(console, text)
     position = earlier.position if earlier else START
     begun = horizon.first(program.config, earlier)
-    held_out = held_out_batches(corpus, program)
-    before = source_of_weights(config, facts) if earlier is None else earlier
     known = {**facts, resume_checks.HELD_OUT: repr(resume_checks.never_seen(config, before))}
     if run_id:
         known[RUN_ID] = run_id

@@ -355,7 +355,7 @@ def test_a_run_whose_folder_is_another_one_saves_and_removes_nothing(
     there = sorted(run_dir.rglob("*"))
     # Neither what the last save made superfluous goes, nor does another one come.
     for act in (checkpoints.wait, lambda: checkpoints.save(state, Position(4, 1, 1), **facts)):
-        with pytest.raises(UserError, match=r"run was removed or replaced while this run"):
+        with pytest.raises(UserError, match=r"run or its \.lock was removed or replaced while"):
             act()
     # A write that fails takes nothing of the other run's with it.
     with pytest.MonkeyPatch.context() as patched:

@@ -295,7 +295,7 @@ def test_numbers_that_are_not_finite_are_no_checkpoint(tmp_path: Path, program_o
             )
     told = str(error.value)
     assert told.startswith("mu/head.norm.gain are not finite after step 6; ")
-    assert told.endswith("lower optim.lr=0.001: the same command goes on from step 5")
+    assert told.endswith("lower optim.lr=0.001: the same command resumes from step 5")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_5"]
 
 

@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_is_told_with_what_the_run_does_without_it(tmp_path
     with pytest.raises(UserError, match=f"remove or rename {damaged} and the .* starts anew$"):
         manifest.read(damaged)
     make(tmp_path, "step_2")
-    with pytest.raises(UserError, match=f"{damaged} and the same command goes on from step 2$"):
+    with pytest.raises(UserError, match=f"{damaged} and the same command resumes from step 2$"):
         manifest.read(damaged)
 
 

@@ -79,19 +79,20 @@ def pipelined(num_layers: int, schedule: str, chunks: int) -> Config:
             pipelined(39, "interleaved", 2),
             "4 ranks x 2 chunk(s), interleaved: bubble 3/19 = 15.8% of the time",
             "the first rank holds up to 11 chunk activations, the last 5; 11 slots on each, ",
-            "3 of 40 layer places are empty, no other chunk count leaves fewer",
+            "3 of 40 layer positions are padding, no other chunk count leaves fewer",
         ),
         (
             pipelined(39, "interleaved", 3),
             "4 ranks x 3 chunk(s), interleaved: bubble 3/27 = 11.1% of the time",
             "the first rank holds up to 15 chunk activations, the last 9; 15 slots on each, ",
-            "11 of 48 layer places are empty; parallel.pipeline_chunks=1, 2 or 5 leaves fewest, 3",
+            "11 of 48 layer positions are padding; "
+            "parallel.pipeline_chunks=1, 2 or 5 leaves fewest, 3",
         ),
         (
             pipelined(10, "gpipe", 1),
             "4 ranks x 1 chunk(s), gpipe: bubble 3/11 = 27.3% of the time",
             "the first rank holds up to 8 chunk activations, the last 8; 9 slots on each, ",
-            "0 of 8 layer places are empty",
+            "0 of 8 layer positions are padding",
         ),
     ],
     ids=["least waste", "another count leaves fewer", "no waste"],

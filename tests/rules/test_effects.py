@@ -131,6 +131,7 @@ def test_key_without_effect_is_named(overrides, key, reason):
         ["optim.skip_sigma=6", "optim.skip_window=64"],
         ["optim.schedule={kind: constant, horizon: 50, warmup_fraction: 0.1, warmup_start: 0.5}"],
         ["train.eval_every=5", "train.eval_batches=2", "data.eval_fraction=0.1"],
+        ["mesh.sequence=-1", "train.recompute=[exchanged_query]"],
     ],
 )
 def test_keys_that_are_read_do_not_warn(overrides):

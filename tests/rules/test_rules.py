@@ -88,7 +88,7 @@ WRONG = [
         "write a folder that all processes see",
     ),
     (
-        "data.sources=[{path: a},{path: b},{path: a}]",
+        'data.sources=[{"path":a},{"path":b},{"path":a}]',
         "data.sources names a 2 times",
         "name it once, with the sum of the weights",
     ),

@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,24 @@ def test_a_port_in_use_is_named(host: str, shared: bool) -> None:
     said = str(raised.value)
     assert said.startswith(f"process 0 cannot listen on port {port} (Address already in use)")
     assert f"OLMO_JAX_COORDINATOR={host}:{port}" in said
+
+
+def test_a_port_is_probed_where_the_kernel_has_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = socket.socket
+
+    def without(family: int = socket.AF_INET, *others: Any, **more: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(97, "Address family not supported by protocol")
+        return plain(family, *others, **more)
+
+    monkeypatch.setattr(connection.socket, "socket", without)
+    with plain() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen on port {port}"):
+            connection._refuse_taken_port(f"node:{port}")
+    connection._refuse_taken_port(f"node:{port}")
 
 
 def test_a_port_whose_last_connections_are_closing_is_free() -> None:

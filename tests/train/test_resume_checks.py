@@ -1,4 +1,4 @@
-"""What may differ when a run goes on, and how its metrics are cut back."""
+"""What may differ when a run resumes, and how its metrics are cut back."""
 
 import json
 from dataclasses import replace
@@ -9,13 +9,21 @@ import numpy as np
 import pytest
 from etils import epath
 
-from olmo_jax.checkpoint import Position, Saved, refuse_start
+from olmo_jax.checkpoint import (
+    Position,
+    Saved,
+    refuse_edited,
+    refuse_other_tokenizer,
+    refuse_start,
+    tokenizer_of,
+)
 from olmo_jax.config import Config
 from olmo_jax.config.records import RouterConfig
 from olmo_jax.errors import UserError
 from olmo_jax.interop import huggingface
 from olmo_jax.rules import resume_policy
 from olmo_jax.train import resume_checks
+from olmo_jax.train.evaluate import other_rows
 from olmo_jax.train.metrics import Truncated, truncate
 from tests.cases import weights_of
 from tests.checkpoint.states import small
@@ -192,6 +200,40 @@ def test_documents_that_any_part_of_a_run_was_trained_on_are_said(
     said = [line for line in resume_checks.said(earlier, config, []) if "trained on" in line]
     assert len(said) == bool(words)
     assert all(words in line for line in said)
+
+
+def test_an_evaluation_says_what_of_its_rows_is_another_and_nothing_else() -> None:
+    config = now(
+        data={"document_attention": False, "eval_fraction": 0.5},
+        train={"sequence_length": 64, "global_batch": 4},
+        mesh={"data": 2},
+    )
+    assert other_rows(saved(), BEFORE) == []
+    assert other_rows(saved(), config) == [
+        "data.document_attention true -> false",
+        f"train.sequence_length {BEFORE.train.sequence_length} -> 64",
+    ]
+
+
+def test_tokens_of_another_tokenizer_are_never_evaluated() -> None:
+    there = tokenizer_of(saved())
+    assert refuse_other_tokenizer("runs/x", there, FACTS) == []
+    with pytest.raises(UserError, match=r"were trained with bbbbbbbbbbbb; .*json there$"):
+        refuse_other_tokenizer("runs/x", there, {"tokenizer": "c" * 64})
+    assert refuse_other_tokenizer("runs/x", set(), {"tokenizer": "c" * 64}) == []
+
+
+def test_what_lies_around_a_copy_of_a_checkpoint_is_not_its_run(tmp_path: Path) -> None:
+    for name in ("backup", "checkpoints"):
+        folder = tmp_path / name / "step_120"
+        folder.mkdir(parents=True)
+        (tmp_path / "config.yaml").write_text("model: {num_layers: 7}")
+        found = replace(saved(), folder=epath.Path(folder))
+        if name == "backup":
+            refuse_edited(found)
+        else:
+            with pytest.raises(UserError, match=r"config.yaml has model.num_layers=7"):
+                refuse_edited(found)
 
 
 @pytest.mark.parametrize(

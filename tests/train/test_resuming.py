@@ -1,4 +1,4 @@
-"""Whole runs that end in the middle, and go on as if they had not."""
+"""Whole runs that end in the middle, and resume as if they had not."""
 
 import json
 import os
@@ -34,7 +34,7 @@ Train = Callable[..., "list[np.ndarray]"]
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two epochs in eight steps, so that a run goes on in the middle of a shuffle."""
+    """Two epochs in eight steps, so that a run resumes in the middle of a shuffle."""
     draw = np.random.default_rng(0)
     documents = [draw.integers(1, cases.VOCAB, length).tolist() for length in [11, 30, 7] * 8]
     folder = tmp_path_factory.mktemp("data") / "tokens"

@@ -474,9 +474,9 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_leaves(tmp_path: Path) -> N
     ("every", "good", "words"),
     [
         (0, 2, "no checkpoint, so the same command starts anew: look at the data"),
-        (2, 3, "goes on from runs/x/checkpoints/step_2, and there were good steps since: look at"),
+        (2, 3, "resumes from runs/x/checkpoints/step_2, and there were good steps since: look at"),
         (2, 2, r"step_2, and no step since was good, .* remove that folder, and it starts anew"),
-        (1, 2, r"step_2, and no .* folder, and it goes on from runs/x/checkpoints/step_1"),
+        (1, 2, r"step_2, and no .* folder, and it resumes from runs/x/checkpoints/step_1"),
     ],
 )
 def test_too_many_bad_steps_name_the_checkpoint_that_stays(
@@ -563,7 +563,7 @@ def test_a_run_learns_that_its_folder_is_another_one_and_leaves_that_alone(tmp_p
     for there in (False, True):
         if there:
             second.take()
-        with pytest.raises(UserError, match=r"run was removed or replaced.* nothing more is wri"):
+        with pytest.raises(UserError, match=r"run or its \.lock was removed.* nothing more is wri"):
             first.refuse_lost()
     first.free()
     # The second one's lock is its own.

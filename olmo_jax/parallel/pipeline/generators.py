@@ -65,7 +65,7 @@ def one_f_one_b(ranks: int, chunks: int, microbatches: int) -> Schedule:
     """Return 1F1B, which is the interleaved schedule of one chunk a rank.
 
     Raises: UserError for more than one chunk.
-    Differs: from PyTorch's 1F1B, where rank r holds P-r microbatches. In lock-step ticks it
+    Differs: from PyTorch's 1F1B, where rank r holds P-r microbatches. In these ticks it
         holds 2(P-r)-1, in the same time.
     """
     if chunks > 1:

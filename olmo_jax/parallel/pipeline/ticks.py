@@ -42,9 +42,11 @@ def advance(setup: Setup, carry: Carry, step: segments.Step, argument: Any) -> C
         return _first_forward(setup, carry, argument)
     if isinstance(step, segments.FirstBackward):
         return _first_backward(setup, carry, argument)
-    return lax.scan(lambda carry, rows: (_tick(setup, step, carry, *rows), None), carry, argument)[
-        0
-    ]
+
+    def one(carry: Carry, rows: Any) -> tuple[Carry, None]:
+        return _tick(setup, step, carry, *rows), None
+
+    return lax.scan(one, carry, argument)[0]
 
 
 def _tick(

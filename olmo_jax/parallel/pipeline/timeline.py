@@ -1,7 +1,4 @@
-"""A schedule in time, a forward 1 unit and a backward 2: bubble, live activations.
-
-The report calls these units slots; here a slot is memory for the residuals of one forward.
-"""
+"""A schedule in time, a forward 1 unit and a backward 2: bubble, live activations."""
 
 from fractions import Fraction
 from typing import NamedTuple
@@ -29,8 +26,7 @@ class Timeline(NamedTuple):
 def timeline(schedule: Schedule) -> Timeline:
     """Return the starts of all ops.
 
-    A tick takes as long as what any rank does in it: 1 in warm-up, 2 in cool-down, 3
-    between.
+    A tick takes as long as what any rank does in it: 1 in warm-up, 2 in cool-down, 3 between.
     """
     forward = ticks_of(schedule, schedule.forward)
     backward = ticks_of(schedule, schedule.backward)
