@@ -26,7 +26,7 @@ from olmo_jax.config.records import (
 from olmo_jax.data.batch import Batch
 from olmo_jax.mesh.layout import Layout
 from olmo_jax.model.execution import one_device
-from olmo_jax.model.objective import Divisors, Parts, batch_sums, count, divide, total
+from olmo_jax.model.objective import Divisors, LossParts, batch_sums, count, divide, total
 from olmo_jax.model.transformer import by_period
 from olmo_jax.optim.clip import clip_coefficient
 from olmo_jax.optim.decay import decay_mask
@@ -227,7 +227,7 @@ def _oracle(config: Config) -> Any:
 
 def oracle(
     config: Config, params: Mapping[str, Any], batch: Batch, *, step: int = 0, num_blocks: int = 1
-) -> tuple[Parts, np.ndarray, dict[str, np.ndarray]]:
+) -> tuple[LossParts, np.ndarray, dict[str, np.ndarray]]:
     """Return parts, expert counts and gradients on one device, without a collective or a drop.
 
     With `num_blocks=1` it is `olmo_jax.model.objective`. A balance loss whose scope is not a row
@@ -239,7 +239,7 @@ def oracle(
     others = {name: leaf for name, leaf in params.items() if "score_bias" in name}
     blocks = jax.tree.map(lambda value: value.reshape(num_blocks, -1, *value.shape[1:]), batch)
     (_, (parts, counts)), gradients = _oracle(plain)(trained, others, blocks, jnp.int32(step))
-    return Parts(*host(tuple(parts))), np.array(counts), host(gradients)
+    return LossParts(*host(tuple(parts))), np.array(counts), host(gradients)
 
 
 def norm_of(gradients: Mapping[str, np.ndarray]) -> float:

@@ -104,7 +104,7 @@ class Checkpoints:
         described = manifest.describe(leaves, checksums, position, config, facts)
         if self._is_there(described):
             return
-        folders.refuse_foreign(folders.folder_of(self._run_dir, position.step))
+        folders.refuse_overwriting(folders.folder_of(self._run_dir, position.step))
         with self._told():
             self._writing = position.step
             # Orbax copies what lies on an accelerator before it returns. On the CPU it only looks

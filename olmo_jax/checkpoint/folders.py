@@ -237,7 +237,7 @@ def _has_part(folder: epath.Path) -> bool:
     return any((folder / part).exists() for part in _PARTS)
 
 
-def refuse_foreign(folder: epath.Path) -> None:
+def refuse_overwriting(folder: epath.Path) -> None:
     """Refuse to write where something lies that no run wrote: a write replaces what is there.
 
     Raises: UserError.
@@ -257,14 +257,14 @@ def refuse_foreign(folder: epath.Path) -> None:
 
 
 def refuse_in_the_way(run_dir: RunDir, done: int, last: int) -> None:
-    """Refuse as `refuse_foreign` does what lies where a run after step `done` may write.
+    """Refuse as `refuse_overwriting` does what lies where a run after step `done` may write.
 
     Raises: UserError.
     """
     for folder in _inside(root_of(run_dir)):
         step = step_of(folder)
         if step is not None and done < step <= last:
-            refuse_foreign(folder)
+            refuse_overwriting(folder)
 
 
 def is_linked(folder: epath.Path) -> bool:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from olmo_jax.checkpoint.protocols import S, State
-from olmo_jax.optim.opt_state import Parts, join, split
+from olmo_jax.optim.opt_state import StateParts, join, split
 
 Tree = dict[str, dict[str, Any]]
 """Arrays, or what describes them, by role and name."""
@@ -50,7 +50,7 @@ def opt_state_of(tree: Tree, like: State) -> Any:
     """Return the optimizer's state out of a restored tree; `like` is a state of the same kind."""
     names = like.main.keys()
     parts = split(like.opt_state, names)
-    found = Parts(
+    found = StateParts(
         parameters={role: tree[role] for role in parts.parameters},
         others={name: tree["counters"][_counter(name)] for name in parts.others},
     )

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     join: Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
-class Place(NamedTuple):
+class LeafGroup(NamedTuple):
     """Where a unit's leaves stand: their prefix here and there, and their row in a stacked leaf."""
 
     ours: str
@@ -117,16 +117,16 @@ def _piece(model: ModelConfig, leaf: str, shape: tuple[int, ...]) -> Piece:
     return _unchanged(_UNCHANGED[leaf], shape, flat=full_norm or leaf.endswith("_bias"))
 
 
-def _ends(model: ModelConfig) -> Place:
+def _ends(model: ModelConfig) -> LeafGroup:
     pieces = {
         leaf: _piece(model, leaf, shape.shape)
         for leaf, shape in parameters(model).items()
         if leaf.startswith(("embedding.", "head."))
     }
-    return Place("", "", None, pieces)
+    return LeafGroup("", "", None, pieces)
 
 
-def _places(model: ModelConfig) -> Iterator[Place]:
+def _leaf_groups(model: ModelConfig) -> Iterator[LeafGroup]:
     """Yield the ends, then the layers in order."""
     yield _ends(model)
     groups = layer_groups(model)
@@ -138,15 +138,15 @@ def _places(model: ModelConfig) -> Iterator[Place]:
             pieces = {leaf: _piece(model, leaf, shape.shape) for leaf, shape in shapes.items()}
             theirs = f"model.layers.{layer}."
             if group == "body":
-                yield Place("body.", theirs, index, pieces)
+                yield LeafGroup("body.", theirs, index, pieces)
             else:
-                yield Place(f"{group}.{index}.", theirs, None, pieces)
+                yield LeafGroup(f"{group}.{index}.", theirs, None, pieces)
 
 
 def separate(model: ModelConfig, leaves: Mapping[str, np.ndarray]) -> Tensors:
     """Return their tensors as views of our leaves, as far as a view will do."""
     tensors: Tensors = {}
-    for ours, theirs, row, pieces in _places(model):
+    for ours, theirs, row, pieces in _leaf_groups(model):
         for leaf, piece in pieces.items():
             value = leaves[ours + leaf]
             parts = piece.split(value if row is None else value[row])
@@ -158,7 +158,7 @@ def combine(model: ModelConfig, tensors: Mapping[str, np.ndarray]) -> Tensors:
     """Return our leaves, the body's stacked in layer order."""
     leaves: Tensors = {}
     stacks: dict[str, list[np.ndarray]] = {}
-    for ours, theirs, row, pieces in _places(model):
+    for ours, theirs, row, pieces in _leaf_groups(model):
         for leaf, piece in pieces.items():
             value = piece.join([tensors[theirs + name] for name in piece.names])
             if row is None:

@@ -38,7 +38,7 @@ class Divisors(NamedTuple):
     tokens: Float32[Array, ""]
 
 
-class Parts(NamedTuple):
+class LossParts(NamedTuple):
     """Unweighted losses: the first two per token of the loss mask, the router's per token,
     summed over routed layers.
     """
@@ -102,11 +102,11 @@ def _head_sums(
     )
 
 
-def divide(sums: LossSums, divisors: Divisors) -> Parts:
+def divide(sums: LossSums, divisors: Divisors) -> LossParts:
     """Return the losses of these sums' tokens as their share of the global batch's."""
     zero = jnp.zeros((), jnp.float32)
     router = sums.router
-    return Parts(
+    return LossParts(
         sums.cross_entropy / divisors.loss_tokens,
         sums.z / divisors.loss_tokens,
         zero if router is None else router.balance.sum() / divisors.tokens,
@@ -114,7 +114,7 @@ def divide(sums: LossSums, divisors: Divisors) -> Parts:
     )
 
 
-def total(config: Config, parts: Parts) -> Float32[Array, ""]:
+def total(config: Config, parts: LossParts) -> Float32[Array, ""]:
     """Return the scalar that is differentiated."""
     router = config.model.router
     return (
@@ -127,7 +127,7 @@ def total(config: Config, parts: Parts) -> Float32[Array, ""]:
 
 def objective(
     config: Config, params: Params, batch: Batch, *, step: int = 0
-) -> tuple[Float32[Array, ""], Parts]:
+) -> tuple[Float32[Array, ""], LossParts]:
     """Return the training objective of a whole batch and its parts: one device, FP32, no drop.
 
     The oracle of every parallel method. Expert biases are leaves of `params`, without gradient.

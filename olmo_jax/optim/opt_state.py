@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 
-class Parts(NamedTuple):
+class StateParts(NamedTuple):
     """The parts of a state by their names in it, as `mu`; or `0.mu`, in the first of a chain."""
 
     parameters: dict[str, dict[str, Any]]
@@ -44,15 +44,15 @@ def map_parts(
     )
 
 
-def split(opt_state: Any, names: Set[str]) -> Parts:
+def split(opt_state: Any, names: Set[str]) -> StateParts:
     """Return the parts of a state by name; `names` are those of the parameters."""
-    follows, parts = _follows(names), Parts({}, {})
+    follows, parts = _follows(names), StateParts({}, {})
     for path, part in jax.tree.leaves_with_path(opt_state, is_leaf=follows):
         (parts.parameters if follows(part) else parts.others)[_name(path)] = part
     return parts
 
 
-def join(parts: Parts, like: Any, names: Set[str]) -> Any:
+def join(parts: StateParts, like: Any, names: Set[str]) -> Any:
     """Return the state of these parts; `like` is a state of the same kind."""
     by_name = {**parts.parameters, **parts.others}
     return jax.tree.map_with_path(

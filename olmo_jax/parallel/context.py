@@ -22,7 +22,7 @@ from olmo_jax.arch.sizes import PIECES, Context, Hop, head_copies, held_pieces, 
 from olmo_jax.ops import blockwise as blocks
 from olmo_jax.ops.varying import like
 
-AXIS = "sequence"
+SEQUENCE = "sequence"
 
 Attend = Callable[..., Float[Array, "B L N H"]]
 """Attention over whole rows: `ops.attention.attention`."""
@@ -39,7 +39,7 @@ def piece_starts(
 
 def offsets(method: Context, num_ranks: int, num_local: int) -> Int32[Array, " l"]:
     """Return the index in the row of each position that this rank holds."""
-    starts = piece_starts(method, lax.axis_index(AXIS), num_ranks, num_local)
+    starts = piece_starts(method, lax.axis_index(SEQUENCE), num_ranks, num_local)
     inside = jnp.arange(num_local // PIECES[method], dtype=jnp.int32)
     return (starts[:, None] + inside).reshape(-1)
 
@@ -65,13 +65,13 @@ copy_heads.defvjp(_copy_forward, _copy_backward)
 def _to_heads(x: Float[Array, "*stacked B l N H"]) -> Float[Array, "*stacked B L n H"]:
     """Give positions for heads. Comm: an all-to-all over `sequence`, and one backward."""
     with jax.named_scope("to_heads"):
-        return lax.all_to_all(x, AXIS, x.ndim - 2, x.ndim - 3, tiled=True)
+        return lax.all_to_all(x, SEQUENCE, x.ndim - 2, x.ndim - 3, tiled=True)
 
 
 def _to_positions(x: Float[Array, "B L n H"]) -> Float[Array, "B l N H"]:
     """Give heads for positions. Comm: an all-to-all over `sequence`, and one backward."""
     with jax.named_scope("to_positions"):
-        return lax.all_to_all(x, AXIS, 1, 2, tiled=True)
+        return lax.all_to_all(x, SEQUENCE, 1, 2, tiled=True)
 
 
 def ulysses(
@@ -146,13 +146,13 @@ class _Ring:
 
     def owner(self, shift: int) -> Int[Array, ""]:
         """Return the rank whose keys have come over `shift` ranks to this one."""
-        return (lax.axis_index(AXIS) - shift) % self.num_ranks
+        return (lax.axis_index(SEQUENCE) - shift) % self.num_ranks
 
     def send(self, tree: Any, shift: int) -> Any:
         """Send arrays `shift` ranks on. Comm: a permute of each over `sequence`."""
         route = [(rank, (rank + shift) % self.num_ranks) for rank in range(self.num_ranks)]
         with jax.named_scope("ring"):
-            return jax.tree.map(lambda x: lax.ppermute(x, AXIS, route), tree)
+            return jax.tree.map(lambda x: lax.ppermute(x, SEQUENCE, route), tree)
 
     def pairs(self, hop: Hop, num_blocks: int) -> Int[Array, "pairs 2"]:
         """Return this rank's pairs of blocks; the second piece's blocks follow the first's."""
@@ -169,7 +169,7 @@ class _Ring:
         first, last = jnp.asarray(hop.within), jnp.asarray(hop.within) + second
         if hop.shift == 0:
             return jnp.concatenate([first, last, across])
-        earlier = self.owner(hop.shift) < lax.axis_index(AXIS)
+        earlier = self.owner(hop.shift) < lax.axis_index(SEQUENCE)
         return jnp.concatenate([across, jnp.where(earlier, first, last)])
 
 
@@ -181,12 +181,12 @@ def _from_blocks(x: Array, like: Array, dtype: Any) -> Array:
     return blocks.from_blocks(x, like.shape, dtype, pieces=2)
 
 
-Saved = tuple[Array, Array, Array, Array, Array, Array]
+RingResiduals = tuple[Array, Array, Array, Array, Array, Array]
 
 
 def _ring_forward(
     q: Array, k: Array, v: Array, segments: Array, ring: _Ring
-) -> tuple[Array, Saved]:
+) -> tuple[Array, RingResiduals]:
     queries = ring.queries(q, segments, k.shape[2])
 
     def add(state: blocks.SoftmaxState, pair: Pair, hop: Hop) -> blocks.SoftmaxState:
@@ -205,7 +205,9 @@ def _ring_forward(
     return out, (q, k, v, segments, out, logsumexp)
 
 
-def _ring_backward(ring: _Ring, saved: Saved, d_out: Array) -> tuple[Array, Array, Array, None]:
+def _ring_backward(
+    ring: _Ring, saved: RingResiduals, d_out: Array
+) -> tuple[Array, Array, Array, None]:
     """Send keys and values round again, and after them the gradients that they have so far."""
     q, k, v, segments, out, logsumexp = saved
     queries = ring.queries(q, segments, k.shape[2])

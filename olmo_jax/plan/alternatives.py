@@ -12,7 +12,7 @@ from olmo_jax.plan.plan import Plan
 from olmo_jax.rules.validation import violations
 
 
-class Change(NamedTuple):
+class Alternative(NamedTuple):
     """A change as overrides, and the plan that it makes."""
 
     overrides: str
@@ -58,7 +58,7 @@ def overrides(sections: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def that_fit(config: Config, hardware: Hardware) -> list[Change]:
+def that_fit(config: Config, hardware: Hardware) -> list[Alternative]:
     """Return the single changes with which the config fits, the fastest step first."""
     found = []
     for sections in _single(config):
@@ -68,7 +68,7 @@ def that_fit(config: Config, hardware: Hardware) -> list[Change]:
         plan = Plan(Layout(other, dict(other.mesh)), hardware)
         try:
             if plan.fits:
-                found.append(Change(overrides(sections), plan))
+                found.append(Alternative(overrides(sections), plan))
         except UserError:
             continue
     return sorted(found, key=lambda change: change.plan.step_time_s)

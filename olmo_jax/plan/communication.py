@@ -5,7 +5,7 @@ jaxpr. A rank of a pipeline that is idle in a tick, and a padding layer, send as
 program runs on all.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from olmo_jax.mesh.layout import Layout, ShardedParameter
 from olmo_jax.mesh.specs import (
     METHODS,
     AddedAxes,
+    Sizes,
     added_axes,
     axes_used,
     num_shards,
@@ -26,8 +27,6 @@ from olmo_jax.mesh.specs import (
 from olmo_jax.plan.pass_counts import Passes, passes
 
 Kind = Literal["all_gather", "reduce_scatter", "reduce", "max", "all_to_all", "permute"]
-
-Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ Products run at a part of the peak, what is not a product at a part of the memor
 at a part of the link's. XLA hides some transfers behind products; the sum does not.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from olmo_jax.arch.activations import block_activations, saved_names
 from olmo_jax.arch.flops import flops_per_token
 from olmo_jax.arch.layers import is_routed
 from olmo_jax.mesh.layout import Layout
+from olmo_jax.mesh.specs import Sizes
 from olmo_jax.parallel.pipeline import bubble
 from olmo_jax.parallel.pipeline.of_layout import schedule_of
 from olmo_jax.plan.communication import Traffic
@@ -19,8 +19,6 @@ from olmo_jax.plan.flops import hardware_flops
 from olmo_jax.plan.hardware import Hardware, bytes_per_s
 from olmo_jax.plan.pass_counts import passes
 from olmo_jax.plan.state_memory import Memory
-
-Sizes = Mapping[str, int]
 
 PASSES = 6
 """How often each result of a block goes through memory: written and read forward, read backward

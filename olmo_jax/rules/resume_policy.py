@@ -16,44 +16,44 @@ ALLOWABLE = ("seed", "data", "tokenizer", "model")
 """What --allow-change takes; `model` only where weights start another run, or are evaluated."""
 
 
-class Rule(NamedTuple):
+class Policy(NamedTuple):
     verdict: Verdict
     why: str
 
 
-RULES: dict[str, Rule] = {
-    "run_dir": Rule("may", "a folder may have been moved"),
-    "seed": Rule("seed", "the data's order, forced routes and jitter are drawn from it"),
-    "mesh": Rule("may", "a checkpoint knows no mesh; what a balance scope counts is said"),
-    "parallel": Rule("may", "a checkpoint knows no method; capacity is no part of the model"),
-    "model": Rule("never", "leaves have its shapes, or the weights were trained for what it does"),
-    "optim": Rule("may", "rates and rules hold from the next step on"),
-    "data.sources": Rule("content", "a folder may have been moved; its tokens decide"),
-    "data.eval_fraction": Rule("data", "it decides which documents are trained on"),
-    "data.document_attention": Rule("data", "it decides what a position sees"),
-    "data.threads": Rule("may", "it changes how batches are read, and not their tokens"),
-    "data.prefetch": Rule("may", "it changes how batches are read, and not their tokens"),
-    "train.steps": Rule("may", "a run may get longer or shorter; a schedule may end with it"),
-    "train.global_batch": Rule("may", "the data's position counts sequences, and not steps"),
-    "train.microbatch": Rule(
+POLICIES: dict[str, Policy] = {
+    "run_dir": Policy("may", "a folder may have been moved"),
+    "seed": Policy("seed", "the data's order, forced routes and jitter are drawn from it"),
+    "mesh": Policy("may", "a checkpoint knows no mesh; what a balance scope counts is said"),
+    "parallel": Policy("may", "a checkpoint knows no method; capacity is no part of the model"),
+    "model": Policy("never", "leaves have its shapes, or weights were trained for what it does"),
+    "optim": Policy("may", "rates and rules hold from the next step on"),
+    "data.sources": Policy("content", "a folder may have been moved; its tokens decide"),
+    "data.eval_fraction": Policy("data", "it decides which documents are trained on"),
+    "data.document_attention": Policy("data", "it decides what a position sees"),
+    "data.threads": Policy("may", "it changes how batches are read, and not their tokens"),
+    "data.prefetch": Policy("may", "it changes how batches are read, and not their tokens"),
+    "train.steps": Policy("may", "a run may get longer or shorter; a schedule may end with it"),
+    "train.global_batch": Policy("may", "the data's position counts sequences, and not steps"),
+    "train.microbatch": Policy(
         "may",
         "it divides a step; only a balance scope over microbatches sums otherwise, and is said",
     ),
-    "train.sequence_length": Rule(
+    "train.sequence_length": Policy(
         "data", "rows are cut by it, and the data's position counts rows"
     ),
-    "train.z_loss_weight": Rule("never", "it is part of what is minimised, as model.router is"),
-    "train.head_chunk_tokens": Rule("may", "it changes memory, and the loss by rounding"),
-    "train.eval_every": Rule("may", "an evaluation changes no state"),
-    "train.eval_batches": Rule("may", "an evaluation changes no state"),
-    "train.recompute": Rule("may", "it changes memory and time"),
-    "train.record_expert_counts": Rule("may", "it changes what is written of a step"),
-    "train.deterministic": Rule("may", "it chooses between kernels of one function"),
-    "train.step_timeout_s": Rule("may", "it changes no step"),
-    "train.first_step_timeout_s": Rule("may", "it changes no step"),
-    "train.max_bad_steps": Rule("may", "it changes no step"),
-    "train.profile": Rule("may", "it changes no step"),
-    "checkpoint": Rule("may", "it changes no step"),
+    "train.z_loss_weight": Policy("never", "it is part of what is minimised, as model.router is"),
+    "train.head_chunk_tokens": Policy("may", "it changes memory, and the loss by rounding"),
+    "train.eval_every": Policy("may", "an evaluation changes no state"),
+    "train.eval_batches": Policy("may", "an evaluation changes no state"),
+    "train.recompute": Policy("may", "it changes memory and time"),
+    "train.record_expert_counts": Policy("may", "it changes what is written of a step"),
+    "train.deterministic": Policy("may", "it chooses between kernels of one function"),
+    "train.step_timeout_s": Policy("may", "it changes no step"),
+    "train.first_step_timeout_s": Policy("may", "it changes no step"),
+    "train.max_bad_steps": Policy("may", "it changes no step"),
+    "train.profile": Policy("may", "it changes no step"),
+    "checkpoint": Policy("may", "it changes no step"),
 }
 """By dotted key or section: whether it may differ when a run resumes, and why."""
 
@@ -67,11 +67,11 @@ class Change(NamedTuple):
         return f"{self.key} {show(self.before)} -> {show(self.now)}"
 
 
-def rule_of(key: str) -> Rule:
+def policy_of(key: str) -> Policy:
     """Return the rule of a dotted key: its own, or that of the section that it is in."""
     parts = key.split(".")
     names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next(RULES[name] for name in names if name in RULES)
+    return next(POLICIES[name] for name in names if name in POLICIES)
 
 
 def compared_keys() -> list[str]:

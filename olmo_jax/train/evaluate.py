@@ -22,7 +22,7 @@ from olmo_jax.config import Config
 from olmo_jax.data.corpus import Corpus, corpus_of, open_corpus
 from olmo_jax.data.token_manifest import shard_fingerprint
 from olmo_jax.errors import UserError
-from olmo_jax.rules.resume_policy import changes, rule_of
+from olmo_jax.rules.resume_policy import changes, policy_of
 from olmo_jax.train import resume_checks
 from olmo_jax.train.metrics import Evaluation, evaluation_of
 from olmo_jax.train.program import Program, build_here
@@ -88,7 +88,7 @@ def other_rows(saved: Saved, config: Config) -> list[str]:
     return [
         str(change)
         for change in changes(saved.config, config)
-        if rule_of(change.key).verdict == "data" and change.key != "data.eval_fraction"
+        if policy_of(change.key).verdict == "data" and change.key != "data.eval_fraction"
     ]
 
 

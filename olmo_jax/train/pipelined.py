@@ -41,7 +41,7 @@ from olmo_jax.model.transformer import (
 from olmo_jax.ops.varying import vary_over
 from olmo_jax.parallel.pipeline.executor import Parts, pick, run
 from olmo_jax.parallel.pipeline.of_layout import schedule_of
-from olmo_jax.parallel.pipeline.transfers import AXIS
+from olmo_jax.parallel.pipeline.transfers import PIPELINE
 from olmo_jax.parallel.unshard import WeightShard
 from olmo_jax.train.accumulate import MICROBATCHES, Resident
 
@@ -104,7 +104,7 @@ class _Model:
     ) -> "_Model":
         layout = resident.layout
         groups, stages = layout.groups, _stages(layout)
-        rank = lax.axis_index(AXIS)
+        rank = lax.axis_index(PIPELINE)
 
         def of_rank(value: Array) -> Array:
             """Return this rank's part of a value that has one entry for every layer of a stage."""
@@ -218,7 +218,7 @@ class _Model:
             everywhere = jnp.zeros((*stages.shape, *own.shape[2:]), own.dtype)
             everywhere = vary_over(everywhere, AXES)
             everywhere = lax.dynamic_update_slice_in_dim(
-                everywhere, own[:, None], lax.axis_index(AXIS), 1
+                everywhere, own[:, None], lax.axis_index(PIPELINE), 1
             )
             return everywhere.reshape(-1, *own.shape[2:])[: stages.num_layers]
 

@@ -22,7 +22,7 @@ from olmo_jax.mesh.specs import BATCH, DEVICES, REPLICATED, ROWS, Spec, axes_of_
 from olmo_jax.model.transformer import check_description
 from olmo_jax.optim.opt_state import map_parts
 from olmo_jax.parallel.pipeline.stage_exchange import to_layers, to_stages
-from olmo_jax.parallel.pipeline.transfers import AXIS
+from olmo_jax.parallel.pipeline.transfers import PIPELINE
 from olmo_jax.rules import with_mesh
 from olmo_jax.runtime.backend import num_devices
 from olmo_jax.train.state import (
@@ -65,7 +65,7 @@ def _jitted_restack(
 ) -> Any:
     """Return the jitted way of a body's leaf between a state and a checkpoint."""
     # As layers, `pipeline` divides the dim that `layers_spec` found for it, or none.
-    taken = [dim for dim, entry in enumerate(layers) if AXIS in axes_of_entry(entry)]
+    taken = [dim for dim, entry in enumerate(layers) if PIPELINE in axes_of_entry(entry)]
     dim = taken[0] if taken else None
     specs = partition((staged, layers) if way is to_layers else (layers, staged))
     moved = partial(way, stages=stages, num_layers=num_layers, dim=dim)

@@ -11,7 +11,7 @@ from olmo_jax.data.corpus import Corpus
 from olmo_jax.data.shards import evenly
 from olmo_jax.data.token_manifest import digest
 from olmo_jax.errors import UserError
-from olmo_jax.rules.resume_policy import Change, Rule, changes, other_balance, rule_of
+from olmo_jax.rules.resume_policy import Change, Policy, changes, other_balance, policy_of
 from olmo_jax.train import horizon
 
 MASK_SAMPLES = 1024
@@ -53,25 +53,27 @@ def refuse_config(earlier: Saved, config: Config, allowed: Collection[str]) -> N
 
     Raises: UserError.
     """
-    ruled = [(change, rule_of(change.key)) for change in changes(earlier.config, config)]
+    ruled = [(change, policy_of(change.key)) for change in changes(earlier.config, config)]
     fine = {"may", "content", *allowed}
     faults = [
-        _fault(change, rule, earlier.folder) for change, rule in ruled if rule.verdict not in fine
+        _fault(change, policy, earlier.folder)
+        for change, policy in ruled
+        if policy.verdict not in fine
     ]
     if faults:
         raise UserError(together(faults))
 
 
-def _fault(change: Change, rule: Rule, folder: object) -> str:
+def _fault(change: Change, policy: Policy, folder: object) -> str:
     way_out = (
         "another run_dir for a new run (checkpoint.init_from starts it from these weights)"
-        if rule.verdict == "never"
-        else f"allow it with --allow-change {rule.verdict}"
+        if policy.verdict == "never"
+        else f"allow it with --allow-change {policy.verdict}"
     )
     return (
         f"{change.key}={show(change.now)}, and {folder} has {change.key}={show(change.before)}; it "
-        f"may not change as a run resumes, for {rule.why}; write {change.key}={show(change.before)}"
-        f", or {way_out}"
+        f"may not change as a run resumes, for {policy.why}; write "
+        f"{change.key}={show(change.before)}, or {way_out}"
     )
 
 

@@ -14,7 +14,7 @@ from olmo_jax.config_file import load, to_yaml
 from olmo_jax.errors import UserError
 from olmo_jax.file_names import CHECKPOINTS, CONFIG, PATTERN_SIGNS, TOKENIZER
 
-DEVICES = "devices.txt"
+DEVICE_TABLE = "devices.txt"
 METRICS = "metrics.jsonl"
 REPORT = "report.png"
 LOCK = ".lock"
@@ -63,7 +63,7 @@ def create(config: Config, device_table: str, tokenizer: Path | None) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         replace(run_dir / CONFIG, to_yaml(config).encode())
-        replace(run_dir / DEVICES, f"{device_table}\n".encode())
+        replace(run_dir / DEVICE_TABLE, f"{device_table}\n".encode())
         if tokenizer is not None:
             replace(run_dir / TOKENIZER, tokenizer.read_bytes())
     except OSError as error:
@@ -233,7 +233,7 @@ def load_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
 
 def contents(run_dir: Path) -> list[str]:
     """Return the names of what a run left in its folder."""
-    names = (CONFIG, DEVICES, TOKENIZER, METRICS, REPORT)
+    names = (CONFIG, DEVICE_TABLE, TOKENIZER, METRICS, REPORT)
     found = [name for name in names if (run_dir / name).exists()]
     steps = [path.name for path in run_dir.glob(f"{CHECKPOINTS}/step_*")]
     steps.sort(key=lambda name: (len(name), name))

@@ -247,7 +247,7 @@ def introduce(console: Console, program: Program) -> None:
     if mesh.size <= 16:
         say(console, device_table(mesh))
     else:
-        say(console, f"{mesh.size} devices ({device.device_kind}), see {run_folder.DEVICES}")
+        say(console, f"{mesh.size} devices ({device.device_kind}), see {run_folder.DEVICE_TABLE}")
     if warning := expert_group_warning(mesh):
         say(console, f"warning: {warning}")
     if config.model.router.assignment != "learned":

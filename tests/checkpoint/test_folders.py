@@ -164,11 +164,11 @@ def test_nothing_is_written_over_a_link_or_another_runs_checkpoint(tmp_path: Pat
     (tmp_path / RUN_ID).write_text("a")
     own, foreign = of_run(tmp_path, 1, "a"), of_run(tmp_path, 2, "b")
     (tmp_path / "checkpoints" / "step_3").symlink_to(own)
-    folders.refuse_foreign(folders.path_of(own))
+    folders.refuse_overwriting(folders.path_of(own))
     with pytest.raises(UserError, match=r"step_2 is a checkpoint of another run; .* move it away"):
-        folders.refuse_foreign(folders.path_of(foreign))
+        folders.refuse_overwriting(folders.path_of(foreign))
     with pytest.raises(UserError, match=r"step_3 is a link; .* move it away"):
-        folders.refuse_foreign(folders.folder_of(tmp_path, 3))
+        folders.refuse_overwriting(folders.folder_of(tmp_path, 3))
 
 
 def test_what_lies_where_a_run_will_write_is_refused_before_its_steps(tmp_path: Path) -> None:

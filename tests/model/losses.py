@@ -19,7 +19,7 @@ def balance_loss(
     config: RouterConfig,
     divisor: float | None = None,
 ) -> Float32[Array, ""]:
-    """Return the balance loss over an explicit divisor, the number of real tokens by default.
+    """Return the balance loss over an explicit divisor, the number of tokens by default.
 
     Source: olmo_core 3.0.0, nn/moe/loss.py.
     """
@@ -30,7 +30,7 @@ def balance_loss(
 def z_loss(
     logits: Float[Array, "B L E"], padding_mask: Bool[Array, "B L"], *, divisor: float | None = None
 ) -> Float32[Array, ""]:
-    """Return the router z-loss over an explicit divisor, the number of real tokens by default.
+    """Return the router z-loss over an explicit divisor, the number of tokens by default.
 
     Source: olmo_core 3.0.0, nn/moe/loss.py.
     """

@@ -57,7 +57,7 @@ def test_counts_are_numpy_s_and_sum_to_real_tokens_times_top_k():
 @pytest.mark.parametrize("gating", ["softmax", "topk_softmax", "sigmoid"])
 def test_balanced_routing_costs_one_a_token(scope, gating):
     found = batch(gating=gating, scope=scope)
-    # Token t takes experts 2t and 2t + 1: each of the 8 comes up alike in 4 or 8 real tokens a row.
+    # Token t takes experts 2t and 2t + 1: each of the 8 comes up alike in 4 or 8 tokens a row.
     experts = (2 * jnp.arange(8)[:, None] + jnp.arange(2)) % 8
     experts = jnp.broadcast_to(experts, (3, 8, 2)).astype(jnp.int32)
     real = padding(8, 4, 0)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from olmo_jax.optim.opt_state import Parts, join, map_parts, split
+from olmo_jax.optim.opt_state import StateParts, join, map_parts, split
 
 MAIN = {"head.weight": jnp.ones((3, 2)), "head.norm.gain": jnp.ones(3)}
 ADAM = optax.scale_by_adam()
@@ -52,4 +52,4 @@ def test_the_rest_stays_unless_told():
 
 def test_a_part_with_other_names_follows_nothing():
     parts = split({"a": {"head.weight": 1}}, MAIN.keys())
-    assert parts == Parts({}, {"a.head.weight": 1})
+    assert parts == StateParts({}, {"a.head.weight": 1})

@@ -109,7 +109,7 @@ def test_attention_of_one_document_is_one_devices(method, mesh_of):
 
 
 def pairs_seen(length, num_ranks, window):
-    """Return by shift the ((query rank, order), (key rank, order)) of every allowed pair."""
+    """Return by shift the ((query rank, position), (key rank, position)) of every allowed pair."""
     order = row_order(length, "ring", num_ranks).reshape(num_ranks, -1)
     seen = {}
     for me, shift in np.ndindex(num_ranks, num_ranks):
@@ -229,7 +229,7 @@ def test_gradients_of_the_copies_of_a_key_head_are_summed_in_fp32():
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_places_that_a_rank_computes_are_those_that_the_row_was_cut_by(
+def test_the_positions_that_a_rank_computes_are_those_that_the_row_was_divided_by(
     method, num_ranks, mesh_of
 ):
     def positions():

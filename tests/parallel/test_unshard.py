@@ -19,7 +19,7 @@ from olmo_jax.parallel.reductions import max_everywhere, sum_everywhere, sum_ove
 BF16 = jnp.dtype(jnp.bfloat16)
 
 
-def test_the_gradient_of_a_bf16_weight_is_fp32_and_goes_to_its_sink():
+def test_the_gradient_of_a_bf16_weight_is_fp32_and_goes_to_its_accumulator():
     weight = jnp.full((3, 2), 1 / 3, jnp.bfloat16)
     x = jnp.ones((4096, 3), jnp.bfloat16)
 

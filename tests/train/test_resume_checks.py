@@ -56,12 +56,12 @@ def now(**sections: Any) -> Config:
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
     keys = resume_policy.compared_keys()
-    assert all(resume_policy.rule_of(key).why for key in keys)
+    assert all(resume_policy.policy_of(key).why for key in keys)
     # A section stands for its keys only where they all are of one kind; these are named one by one.
     assert {
         key for key in keys if key.startswith(("train.", "data."))
-    } <= resume_policy.RULES.keys()
-    for name in resume_policy.RULES:
+    } <= resume_policy.POLICIES.keys()
+    for name in resume_policy.POLICIES:
         assert any(key == name or key.startswith(f"{name}.") for key in keys), name
 
 
@@ -74,7 +74,7 @@ def test_the_page_has_the_rule_of_every_key() -> None:
         "data": "with `--allow-change data`",
         "content": "yes, if they hold the same",
     }
-    for name, rule in resume_policy.RULES.items():
+    for name, rule in resume_policy.POLICIES.items():
         assert f"| `{name}` | {words[rule.verdict]} | {rule.why} |\n" in page
 
 

@@ -74,7 +74,7 @@ def run(
     padded = _by_rank(vary_everywhere(labels), schedule.ranks, ignored)
     setup = assemble(schedule, functions, accumulators, vary_everywhere(data), padded)
     carry = at_the_start(setup)
-    for loop in setup.program.loops:
+    for loop in setup.segments.loops:
         carry = _loop(setup, carry, loop)
     return (None if accumulators is None else carry.gradients), carry.sums
 
@@ -102,7 +102,7 @@ def _by_rank(labels: Int32[Array, "M T"], ranks: int, ignored: int) -> Int32[Arr
     return padded.reshape(len(labels), ranks, -1)
 
 
-def _loop(setup: Setup, carry: Carry, loop: segments.Loop) -> Carry:
+def _loop(setup: Setup, carry: Carry, loop: segments.RepeatedSteps) -> Carry:
     """Run like iterations: one as it is, several as a scan."""
     arguments = [[argument(setup, step) for step in iteration] for iteration in loop]
 

@@ -50,7 +50,7 @@ class FirstBackward:
 
 Step = Ticks | FirstForward | FirstBackward
 
-Loop = tuple[tuple[Step, ...], ...]
+RepeatedSteps = tuple[tuple[Step, ...], ...]
 """Iterations over like steps; one program runs them all."""
 
 
@@ -62,7 +62,7 @@ class Segments(NamedTuple):
     index g modulo that. `turns_wait` says that gradients of losses are held until their turn.
     """
 
-    loops: tuple[Loop, ...]
+    loops: tuple[RepeatedSteps, ...]
     inbox_groups: int
     outbox_groups: int
     first_slots: int
@@ -135,7 +135,7 @@ def _longest_repeat(kinds: Sequence[object]) -> tuple[int, int, int]:
     return best
 
 
-def _fold(steps: Sequence[Step]) -> Iterator[Loop]:
+def _fold(steps: Sequence[Step]) -> Iterator[RepeatedSteps]:
     """Yield the steps in order, like neighbours folded into loops."""
     # Interleaved, P=2, V=2, M=8. f, l, t, b: ticks with a forward, a loss, a turn, a backward;
     # Fg and Bg: the first part's forward and backward of group g.

@@ -20,7 +20,7 @@ from olmo_jax.parallel.pipeline.deferred_backward import (
 )
 from olmo_jax.parallel.pipeline.parts import Parts, Tree, blank, pick, zeros
 from olmo_jax.parallel.pipeline.schedule import Schedule
-from olmo_jax.parallel.pipeline.transfers import AXIS
+from olmo_jax.parallel.pipeline.transfers import PIPELINE
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Setup:
     """
 
     schedule: Schedule
-    program: segments.Segments
+    segments: segments.Segments
     forward: Int32[np.ndarray, "ticks ranks 4"]
     backward: Int32[np.ndarray, "ticks ranks 4"]
     num_slots: int
@@ -100,7 +100,7 @@ def assemble(
     rows = blank(rows_of(x, labels))
     return Setup(
         schedule=schedule,
-        program=segments.segments(schedule),
+        segments=segments.segments(schedule),
         forward=segments.as_rows(tables.forward),
         backward=segments.as_rows(tables.backward),
         num_slots=tables.num_slots,
@@ -108,7 +108,7 @@ def assemble(
         accumulators=given,
         data=data,
         labels=labels,
-        rank=lax.axis_index(AXIS),
+        rank=lax.axis_index(PIPELINE),
     )
 
 
@@ -142,7 +142,7 @@ class Carry(NamedTuple):
 
 def at_the_start(setup: Setup) -> Carry:
     """Return empty buffers, and zero gradients and sums."""
-    program, schedule, x = setup.program, setup.schedule, setup.x
+    program, schedule, x = setup.segments, setup.schedule, setup.x
     sums = Parts(*(part.shapes.sums for part in setup.parts))
     return Carry(
         arrived=blank(x),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from olmo_jax.parallel.pipeline.transfers import AXIS
+from olmo_jax.parallel.pipeline.transfers import PIPELINE
 
 _STAGE = 1
 _MORE = 2
@@ -28,9 +28,9 @@ def to_layers(
     """
     with jax.named_scope("stages_to_layers"):
         if dim is None:
-            whole = lax.all_gather(leaf, AXIS, axis=_STAGE, tiled=True, to="invarying")
+            whole = lax.all_gather(leaf, PIPELINE, axis=_STAGE, tiled=True, to="invarying")
         else:
-            whole = lax.all_to_all(leaf, AXIS, dim + _MORE, _STAGE, tiled=True)
+            whole = lax.all_to_all(leaf, PIPELINE, dim + _MORE, _STAGE, tiled=True)
         # Row-major [chunks, ranks, layers of a stage] is the order of the layers, since stage
         # c P + r is chunk c of rank r. Padding layers come last and are dropped.
         return whole.reshape(math.prod(stages), *whole.shape[3:])[:num_layers]
@@ -48,5 +48,5 @@ def to_stages(
         whole = jnp.pad(leaf, ((0, math.prod(stages) - num_layers), *rest))
         whole = whole.reshape(*stages, *leaf.shape[1:])
         if dim is None:
-            return lax.dynamic_slice_in_dim(whole, lax.axis_index(AXIS), 1, _STAGE)
-        return lax.all_to_all(whole, AXIS, _STAGE, dim + _MORE, tiled=True)
+            return lax.dynamic_slice_in_dim(whole, lax.axis_index(PIPELINE), 1, _STAGE)
+        return lax.all_to_all(whole, PIPELINE, _STAGE, dim + _MORE, tiled=True)

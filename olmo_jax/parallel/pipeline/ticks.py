@@ -85,7 +85,7 @@ def _tick(
         carry, d_rows = _loss(setup, carry, rows, forward[-1, _MICROBATCH])
     if not ticks.turn:
         d_rows = None
-    elif setup.program.turns_wait:
+    elif setup.segments.turns_wait:
         d_rows = pick(carry.turns, backward[-1, _MICROBATCH])
     if not ticks.backward:
         return carry
@@ -103,7 +103,7 @@ def _op(setup: Setup, row: Int32[Array, "P 4"]) -> Op:
 def _forward(setup: Setup, carry: Carry, op: Op) -> tuple[Carry, Float[Array, "..."]]:
     """Run a chunk forward and save its residuals."""
     # The inbox is a ring of groups. Microbatch m is number m modulo its size: groups are whole.
-    index = op.microbatch % (setup.program.inbox_groups * setup.schedule.ranks)
+    index = op.microbatch % (setup.segments.inbox_groups * setup.schedule.ranks)
     x = jnp.where(setup.is_first(op.chunk), pick(carry.inbox, index), carry.arrived)
     known = Known(pick(setup.data, op.microbatch), (op.chunk,))
     result = setup.parts.body.forward(setup.accumulators.body, x, known)
@@ -140,7 +140,7 @@ def _loss(
         result.saved, accumulators, rows, known, (None, one), carry.gradients.last
     )
     carry = carry._replace(gradients=carry.gradients._replace(last=last))
-    if setup.program.turns_wait:
+    if setup.segments.turns_wait:
         carry = carry._replace(turns=put(carry.turns, d_rows, microbatch))
     return carry, d_rows
 
@@ -172,7 +172,7 @@ def _backward(
         pick(carry.gradients.body, op.chunk),
     )
     body = put(carry.gradients.body, added, op.chunk)
-    index = op.microbatch % (setup.program.outbox_groups * setup.schedule.ranks)
+    index = op.microbatch % (setup.segments.outbox_groups * setup.schedule.ranks)
     leaves = op.valid & setup.is_first(op.chunk)
     leaving = jnp.where(leaves, dx, pick(carry.outbox, index))
     return carry._replace(
@@ -184,7 +184,7 @@ def _backward(
 
 def _first_forward(setup: Setup, carry: Carry, group: Int32[Array, ""]) -> Carry:
     """Run the first part on a group's microbatches, one a rank, and bring them to rank 0."""
-    program, ranks = setup.program, setup.schedule.ranks
+    program, ranks = setup.segments, setup.schedule.ranks
     known = Known(pick(setup.data, group * ranks + setup.rank))
     result = setup.parts.first.forward(setup.accumulators.first, None, known)
     entering = join(result.output[None], scope="gather_group")
@@ -202,7 +202,7 @@ def _first_forward(setup: Setup, carry: Carry, group: Int32[Array, ""]) -> Carry
 
 def _first_backward(setup: Setup, carry: Carry, group: Int32[Array, ""]) -> Carry:
     """Hand a group's gradients out from rank 0, one microbatch a rank, and go back on each."""
-    program, ranks = setup.program, setup.schedule.ranks
+    program, ranks = setup.segments, setup.schedule.ranks
     start = group % program.outbox_groups * ranks
     leaving = lax.dynamic_slice_in_dim(carry.outbox, start, ranks, 0)
     dx = share_out(leaving, setup.rank == 0, scope="scatter_group")[0]

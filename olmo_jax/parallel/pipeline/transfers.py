@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-AXIS = "pipeline"
+PIPELINE = "pipeline"
 
 
 def send_on(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -13,9 +13,9 @@ def send_on(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
     Comm: a permute along `pipeline` of x in its dtype.
     """
-    ranks = lax.axis_size(AXIS)
+    ranks = lax.axis_size(PIPELINE)
     with jax.named_scope("send_activation"):
-        return lax.ppermute(x, AXIS, [(rank, (rank + 1) % ranks) for rank in range(ranks)])
+        return lax.ppermute(x, PIPELINE, [(rank, (rank + 1) % ranks) for rank in range(ranks)])
 
 
 def send_back(gradient: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -23,9 +23,11 @@ def send_back(gradient: Float[Array, "..."]) -> Float[Array, "..."]:
 
     Comm: a permute along `pipeline` of the gradient in its dtype.
     """
-    ranks = lax.axis_size(AXIS)
+    ranks = lax.axis_size(PIPELINE)
     with jax.named_scope("send_gradient"):
-        return lax.ppermute(gradient, AXIS, [((rank + 1) % ranks, rank) for rank in range(ranks)])
+        return lax.ppermute(
+            gradient, PIPELINE, [((rank + 1) % ranks, rank) for rank in range(ranks)]
+        )
 
 
 def share_out(
@@ -39,7 +41,7 @@ def share_out(
     with jax.named_scope(scope):
         # JAX has no scatter from one rank. A select, since a product would turn NaN * 0 into NaN.
         held = jnp.where(mine, value, jnp.zeros_like(value))
-        return lax.psum_scatter(held, AXIS, scatter_dimension=0, tiled=True)
+        return lax.psum_scatter(held, PIPELINE, scatter_dimension=0, tiled=True)
 
 
 def join(value: Float[Array, "r ..."], *, scope: str) -> Float[Array, "R ..."]:
@@ -48,4 +50,4 @@ def join(value: Float[Array, "r ..."], *, scope: str) -> Float[Array, "R ..."]:
     Comm: an all-gather along `pipeline` of `value` in its dtype.
     """
     with jax.named_scope(scope):
-        return lax.all_gather(value, AXIS, axis=0, tiled=True)
+        return lax.all_gather(value, PIPELINE, axis=0, tiled=True)

@@ -86,14 +86,14 @@ def check(case):
     wanted, wanted_gradients = toy.reference(case.layers, case.microbatches, ROWS, LENGTH)
     assert relative(loss, wanted[0]) < 1e-6
     assert relative(aux, wanted[1]) < 1e-6
-    held, empty = toy.off_grid(counts, case.layers)
+    held, empty = toy.layer_order(counts, case.layers)
     np.testing.assert_array_equal(held, wanted[2])
     assert not empty.any()
     labels = case.batch[1]
     assert (int(loss_tokens), int(tokens)) == ((labels != toy.IGNORED).sum(), labels.size)
     if case.schedule.forward_only:
         return
-    body = {name: toy.off_grid(leaf, case.layers) for name, leaf in gradients.body.items()}
+    body = {name: toy.layer_order(leaf, case.layers) for name, leaf in gradients.body.items()}
     assert not any(empty.any() for _, empty in body.values())
     found = gradients._replace(body={name: held for name, (held, _) in body.items()})
     errors = jax.tree.map(relative, found, wanted_gradients)

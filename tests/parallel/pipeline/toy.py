@@ -206,9 +206,9 @@ def program(schedule, mesh, num_layers):
             lax.psum(sums.body["aux"].sum(), AXES),
             _sum(sums.body["counts"], ("data", "fsdp", "expert", "sequence"))[:, None],
         )
-        loss_tokens = lax.psum(sums.last["loss_tokens"], AXES), lax.psum(sums.first["tokens"], AXES)
+        numbers = lax.psum(sums.last["loss_tokens"], AXES), lax.psum(sums.first["tokens"], AXES)
         if gradients is None:
-            return totals, loss_tokens, ()
+            return totals, numbers, ()
         replicas = ("data", "fsdp", "sequence")
         body = {
             name: _sum(leaf, replicas if name == "experts" else (*replicas, "expert"))[:, None]
@@ -216,17 +216,17 @@ def program(schedule, mesh, num_layers):
         }
         return (
             totals,
-            loss_tokens,
+            numbers,
             Parts(_sum(gradients.first, AXES), body, _sum(gradients.last, AXES)),
         )
 
     specs = Parts(P(), BODY_SPECS, P())
     out = (P(), P(), P(None, "pipeline")), P(), () if schedule.forward_only else specs
     step = jax.shard_map(local, mesh=mesh, in_specs=(specs, BATCH, BATCH), out_specs=out)
-    return jax.jit(step), on_grid(weights(num_layers), layers)
+    return jax.jit(step), by_stage(weights(num_layers), layers)
 
 
-def on_grid(w, layers):
+def by_stage(w, layers):
     def leaf(value):
         empty = np.ones((layers.size - len(value), *value.shape[1:]), value.dtype)
         return np.concatenate([value, empty]).reshape(*layers.shape, *value.shape[1:])
@@ -234,7 +234,7 @@ def on_grid(w, layers):
     return w._replace(body={name: leaf(value) for name, value in w.body.items()})
 
 
-def off_grid(leaf, num_layers):
-    """Return the layers of a leaf in order, and what the empty layers hold."""
+def layer_order(leaf, num_layers):
+    """Return the layers of a leaf in order, and what the padding layers hold."""
     flat = np.asarray(leaf).reshape(-1, *leaf.shape[3:])
     return flat[:num_layers], flat[num_layers:]
